@@ -214,7 +214,7 @@ def numbered(path: Path, ending: str = "") -> Path:
     return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(f"{name}{ending}")))
 
 
-def refuse(
+def refuse_folder(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
     """Raise the UserError that `claim` would raise with the same arguments. Otherwise return the state that it would

@@ -48,8 +48,8 @@ class Adaptive:
     rows between these, seconds are interpolated. estimates: the draft's acceptance. deciding: for each number of rows
     at which deciding after each draft pays, the seconds of one decision; a number that was timed and is not in
     `deciding` does not decide, and one that was not timed does as the nearest that was. None: every number of rows
-    decides, in 0 seconds. draft: the `draft_folder.identity` of the draft that the policy was fitted to, which `load`
-    compares; None if it is unknown.
+    decides, in 0 seconds. draft: the `draft_folder.folder_identity` of the draft that the policy was fitted to, which
+    `load` compares; None if it is unknown.
 
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
     than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it

@@ -15,7 +15,7 @@ from inference.drafts.draft_folder import (
     METADATA,
     Metadata,
     ServedAs,
-    identity,
+    folder_identity,
     load_tokenizer,
     other_weights,
     read,
@@ -90,7 +90,7 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
 
 
 def _refuse_policy(folder: Path, policy: Any) -> None:
-    if isinstance(policy, Adaptive) and policy.draft not in (None, identity(folder)):
+    if isinstance(policy, Adaptive) and policy.draft not in (None, folder_identity(folder)):
         raise ValueError(
             f"policy: it was fitted to another draft than that of {folder}: give the policy.json that "
             f"cotrain plan draft.path={folder} writes"

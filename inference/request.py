@@ -19,7 +19,7 @@ from inference.models.pretrained import id_of
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole
-from inference.source import Source, SourcedText, source_of
+from inference.source import Source, SourcedText, source_in_text
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Tensor | np.ndarray
@@ -56,7 +56,7 @@ class Request:
     @property
     def source(self) -> Source | None:
         """Return what the encoder reads, or None for a causal LM."""
-        return source_of(self.text)
+        return source_in_text(self.text)
 
     @property
     def new(self) -> list[int]:
@@ -206,7 +206,7 @@ class PromptReader:
         if sampling.stop and self.tokenizer is None:
             raise ValueError("Sampling.stop: stop strings need a tokenizer; give Engine(tokenizer=...) or stop_ids")
 
-        self._validate_source(who, source_of(text))
+        self._validate_source(who, source_in_text(text))
 
     def _validate_source(self, who: str, source: Source | None) -> None:
         if self.encoder is None or source is None:

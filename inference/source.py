@@ -23,20 +23,20 @@ class SourcedText(list[int]):
         self.source = source
 
 
-def source_of(text: Sequence[int]) -> Source | None:
+def source_in_text(text: Sequence[int]) -> Source | None:
     """Return the source of a text, or None for a text without one."""
     return text.source if isinstance(text, SourcedText) else None
 
 
 def like(text: Sequence[int], ids: Sequence[int]) -> list[int]:
     """Return `ids` as a list that carries the source of `text`, if `text` has one."""
-    source = source_of(text)
+    source = source_in_text(text)
     return list(ids) if source is None else SourcedText(ids, source)
 
 
 def source_ids(text: Sequence[int]) -> list[int]:
     """Return the token ids of a text's source; an empty list if the source is features, or if there is no source."""
-    source = source_of(text)
+    source = source_in_text(text)
     return [] if source is None or isinstance(source, Tensor) else list(source)
 
 
@@ -55,7 +55,7 @@ def until_between(ids: list[int]) -> list[int]:
 def words(text: Sequence[int]) -> tuple[int, ...]:
     """Return whole numbers of 64 bits that identify a text and its source: the text's ids, then `BETWEEN` and the
     source's ids, or a hash of its features (two numbers). Without a source, the text's ids alone."""
-    source = source_of(text)
+    source = source_in_text(text)
     if source is None:
         return tuple(text)
     if isinstance(source, Tensor):

@@ -29,7 +29,7 @@ from cotrain.training.job import Job, models
 from cotrain.training.joint import TARGET, sampled_again
 from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference.drafts.atomic import write_atomic
-from inference.drafts.moved_target import about
+from inference.drafts.moved_target import movement_of
 from inference.measure.environment import environment
 
 SEED, DRAWS = 100, 2000  # the seed differs from those of the runs
@@ -65,7 +65,7 @@ def coverage(one: Movement, size: int, confidence: float) -> float:
 
 
 def entry(run: Path, texts: int) -> dict[str, Any]:
-    said = about(str(run / TARGET))
+    said = movement_of(str(run / TARGET))
     assert said is not None
     size = len(json.loads((run / FIGURES).read_text(encoding="utf-8"))["texts"]["1"]["lengths"]) // 2
     confidence = 1 - (1 - CONFIDENCE) / 2  # of each of the two sets of texts

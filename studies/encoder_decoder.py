@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.commands.served_pair import load_network, measured
+from cotrain.commands.served_pair import load_network, measurable_folder
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.data.corpora import SOURCES, shipped
@@ -61,7 +61,7 @@ def drafts(folders: dict[str, str]) -> list[Draft]:
     given = sources(tokenizer)
     found = []
     for name, place in folders.items():
-        folder = measured(place)
+        folder = measurable_folder(place)
         found.append((name, folder, load_network(folder, target, tokenizer), trained(folder)))
     found.append(("look-up", Folder("retrieval", None, Path()), LookupNetwork(LookupConfig(LOOK_UP)), 0.0))
     return [

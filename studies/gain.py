@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cotrain.evaluation.comparison import compare, read
+from cotrain.evaluation.comparison import compare, read_runs
 from inference.measure.environment import environment
 
 TEMPERATURE, K = "1", 8
@@ -27,7 +27,7 @@ def drafts(folder: Path) -> list[dict[str, Any]]:
     rows = []
     for place in places:
         baseline = BASELINES.get(place.name, "kl")
-        gains = {g.label: g for g in compare(read(place), baseline) if (g.temperature, g.k) == (TEMPERATURE, K)}
+        gains = {g.label: g for g in compare(read_runs(place), baseline) if (g.temperature, g.k) == (TEMPERATURE, K)}
         ours, theirs = gains["kl_then_tv"], gains[baseline]
         name = NAMES.get(place.name, f"width {place.name[1:]}")
         found = {key: asdict(ours)[key] for key in ("seeds", "alpha", "tau", "gain", "low", "high", "entropy")}

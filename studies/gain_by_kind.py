@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.evaluation.comparison import Gain, RunFigures, compare, read
+from cotrain.evaluation.comparison import Gain, RunFigures, compare, read_runs
 from inference.measure.environment import environment
 
 TEMPERATURE, K = "1", 8
@@ -46,7 +46,7 @@ def by_depth(runs: list[RunFigures]) -> list[float]:
 
 def row(folder: Path) -> dict[str, Any]:
     """A kind: its best loss beside forward KL at its best rate. Raises ValueError where one of the two is missing."""
-    runs = read(folder)
+    runs = read_runs(folder)
     kl_labels = sorted(filter(KL.fullmatch, runs))
     if not kl_labels or len(kl_labels) == len(runs):
         raise ValueError(f"{folder}: labels {', '.join(sorted(runs))}: wanted are kl_<rate> and those of other losses")

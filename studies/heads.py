@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses import divergences
-from cotrain.losses.chunked import chunked, positions
+from cotrain.losses.chunked import chunk_positions, chunked
 from cotrain.students.base import Guess
 from cotrain.teacher.target_distributions import FromStates
 from inference.measure.environment import environment
@@ -59,7 +59,7 @@ def in_chunks(hidden: list[Tensor], heads: list[torch.nn.Linear], mask: Tensor) 
         Guess.everywhere(hidden[1], heads[1], tuple(heads[1].parameters())),
         mask,
         measured=False,
-        chunk=positions(heads[1].out_features, "cpu"),
+        chunk=chunk_positions(heads[1].out_features, "cpu"),
     )
     return value
 

@@ -28,7 +28,7 @@ from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import read_marker
 from cotrain.training.joint import TARGET
 from inference.drafts.bundled_target import resolve
-from inference.drafts.moved_target import about
+from inference.drafts.moved_target import movement_of
 from inference.measure.environment import environment
 from inference.models.pretrained import load_model
 
@@ -70,7 +70,7 @@ def settings(run: Path) -> dict[str, Any]:
 def row(run: Path, frozen: Path) -> dict[str, Any]:
     """Return the figures of a moved target and its draft beside the frozen one."""
     moved, base = figures(run), figures(frozen)
-    said = about(str(run / TARGET))
+    said = movement_of(str(run / TARGET))
     assert said is not None
     return {
         "name": run.name,

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from cotrain.commands import bench
-from cotrain.commands.served_pair import Pair, measured, refuse_pair, resolved
+from cotrain.commands.served_pair import Pair, measurable_folder, refuse_pair, resolved
 from cotrain.config.overrides import quote
 from cotrain.config.settings import BenchConfig, checked, register
 from cotrain.errors import UserError
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str]) -> None:
         cfg: Any = checked("bench", compose("bench", overrides=quote(others)))
     known = copy.deepcopy(cfg)
     pair = refuse_pair(cfg.draft.path, resolved(known), cfg.target.trust_remote_code)
-    refuse(asked, known, measured(cfg.draft.path).kind, pair)
+    refuse(asked, known, measurable_folder(cfg.draft.path).kind, pair)
     bench.run(cfg, partial(cells_of, asked, cfg))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from cotrain.data.corpora import embedded, pieces
+from cotrain.data.corpora import embedded, text_pieces
 from inference.drafts.atomic import write_atomic
 
 BYTES = 4_000_000  # of held-out text that is looked through
@@ -40,12 +40,12 @@ def edit(piece: str, rng: random.Random) -> str | None:
 
 def edits(rng: random.Random) -> Iterator[str]:
     for document in embedded("code", "held_out", BYTES):
-        yield from (found for piece in pieces(document.text) if (found := edit(piece, rng)))
+        yield from (found for piece in text_pieces(document.text) if (found := edit(piece, rng)))
 
 
 def starts(domain: str) -> Iterator[str]:
     for document in embedded(domain, "held_out", BYTES):
-        for piece in pieces(document.text):
+        for piece in text_pieces(document.text):
             yield piece[:START]
 
 

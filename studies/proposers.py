@@ -20,7 +20,7 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 
-from cotrain.commands.served_pair import load_network, measured, prompts, refuse_pair, resolved
+from cotrain.commands.served_pair import load_network, measurable_folder, prompts, refuse_pair, resolved
 from cotrain.config.drafts import DRAFTS
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
@@ -45,13 +45,13 @@ def drafts(folders: dict[str, str], settings: list[str]) -> list[Draft]:
     cfg.draft.path = next(iter(folders.values()))
     path, found = resolved(cfg), []
     for name, place in folders.items():
-        if not name.startswith(kind := measured(place).kind):
+        if not name.startswith(kind := measurable_folder(place).kind):
             raise ValueError(f"{name}={place}: the folder is of kind {kind}")
         refuse_pair(place, path)
     target, tokenizer = models(cfg)
     given = prompts(cfg.data, cfg.bench, target, tokenizer)
     for name, place in folders.items():
-        folder = measured(place)
+        folder = measurable_folder(place)
         network = load_network(folder, target, tokenizer)
         objective = folder.metadata.objective if folder.metadata else "sampled"
         plan = Plan(

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from cotrain.planning.forecast import acceptance
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
-from cotrain.students.quantised import rounded
+from cotrain.students.quantised import rounded_draft
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import interleave
 
@@ -50,7 +50,7 @@ def table(
 def _with(plan: Plan, kind: str) -> Plan:
     bench = copy.copy(plan.bench)
     bench.draft_int8 = kind == "int8"
-    return replace(plan, draft=rounded(plan.served, kind), bench=bench)
+    return replace(plan, draft=rounded_draft(plan.served, kind), bench=bench)
 
 
 def _texts(plan: Plan) -> Any:

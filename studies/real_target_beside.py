@@ -281,7 +281,7 @@ def compared(plan: Plan, prompts: list[list[int]], served: Served) -> dict[str, 
     own = engine_arm("own", engine, plan.sampling, plan.bench.new_tokens)
     ours = interleave([own], prompts, BATCH, warmup=0).stats("own")
     assert ours is not None
-    begun, alpha = predict_chain.starts(reach) * (figures.k > 0), figures.first(figures.alpha)
+    begun, alpha = predict_chain.round_starts(reach) * (figures.k > 0), figures.first(figures.alpha)
     accepted = reach[..., 1:]
     spread = (begun[..., None] * accepted * (1 - accepted)).sum((0, 1)).sqrt() / begun.sum()
     tokens, sigma = int(figures.lengths.sum()), forecast.variance**0.5

@@ -11,7 +11,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import prepare
-from cotrain.commands.served_pair import load_network, measured, refuse_pair
+from cotrain.commands.served_pair import load_network, measurable_folder, refuse_pair
 from cotrain.config.overrides import quote
 from cotrain.config.settings import checked, register
 from cotrain.data.conversations import Template
@@ -83,7 +83,7 @@ def draft_of(name: str, asked: str, cfg: Any, target: Any, tokenizer: Any) -> Dr
         folder, network = Folder(train.draft.kind, None, Path()), initial(train, target).to(target.device)
     else:
         refuse_pair(asked, path)
-        folder = measured(asked)
+        folder = measurable_folder(asked)
         network = load_network(folder, target, tokenizer)
     about = folder.metadata
     plan = Plan(

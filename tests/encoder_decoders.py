@@ -25,7 +25,7 @@ from inference.proposers.hybrid import Hybrid
 from inference.proposers.quantised import Quantised
 from inference.proposers.retrieval import Retrieval
 from inference.proposers.two_levels import TwoLevels
-from inference.source import Source, source_of
+from inference.source import Source, source_in_text
 from tests import kinds
 from tests.tiny import near, tiny
 
@@ -126,14 +126,14 @@ def sources(model: PreTrainedModel, count: int, seed: int = 0) -> list[Any]:
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, text: Sequence[int], source: Source | None = None) -> torch.Tensor:
     """The logits (n, V) after each id of a text, from one whole forward of the model alone."""
-    inputs = own_inputs(model, torch.tensor([list(text)]), source if source is not None else source_of(text))
+    inputs = own_inputs(model, torch.tensor([list(text)]), source if source is not None else source_in_text(text))
     logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
     return logits
 
 
 def generated(model: PreTrainedModel, start: Sequence[int], n: int, **more: Any) -> list[int]:
     """The n tokens, or fewer, of transformers' own greedy generate for one source. start: of `Engine.starts`."""
-    inputs = own_inputs(model, torch.tensor([list(start)]), source_of(start))
+    inputs = own_inputs(model, torch.tensor([list(start)]), source_in_text(start))
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": n, "num_beams": 1} | more
     out: Any = GenerationMixin.generate(model, **inputs, **settings)  # Whisper's own splits sounds into segments
     return [int(token) for token in out[0, len(start) :]]

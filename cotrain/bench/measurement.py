@@ -83,7 +83,7 @@ def sample_text(plan: Plan, k: int) -> str:
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
     events = list(engine.stream(prompt, max_new_tokens=tokens, sampling=plan.sampling, seed=plan.bench.seed))
     new = sum(len(event.ids) for event in events)
-    return tags.marked(decode(prompt), pieces(events, decode), new, len(events))
+    return tags.marked_text(decode(prompt), pieces(events, decode), new, len(events))
 
 
 # --- in full
@@ -144,7 +144,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
-    moved = moved_target.about(target, plan.adapter)
+    moved = moved_target.movement_of(target, plan.adapter)
     sentence = advice(chosen, timing.ratio("speculative", "plain"))
     entries = choice | {
         "kind": plan.kind,
@@ -160,11 +160,11 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
             *([moved_target.said(moved)] if moved else []),
             *([sentence] if sentence else []),
             *([line] if chosen.tree else []),
-            *adaptive.lines(reached),
+            *adaptive.reached_lines(reached),
         ],
         "prompts": plan.prompts.source,
         "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
-        "greedy": greedy(plan, k, budget.over(1.0)),
+        "greedy": measure_greedy(plan, k, budget.over(1.0)),
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     return build(
@@ -202,7 +202,7 @@ def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
             say=display.known,
             turned=display.turned,
         )
-    print("bench: " + "; ".join(adaptive.lines(reached)))
+    print("bench: " + "; ".join(adaptive.reached_lines(reached)))
     return timing, reached
 
 
@@ -271,7 +271,7 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     }
 
 
-def greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
+def measure_greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
     """Return the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
     models repeat themselves. k: the draft length. late: whether the time is over, so only two prompts are used."""
     size = plan.bench

@@ -109,7 +109,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
     return ask
 
 
-def parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
+def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     """Measure the server's tau and this engine's on the same prompts, at draft length k, and return the comparison.
 
     ask: completes prompts with the server, see `over_http`. at_once: concurrent requests. Raises ValueError if the

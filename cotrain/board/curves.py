@@ -63,7 +63,7 @@ def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
 
 
 @contextmanager
-def others(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
+def other_loggers(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
     """Yield the loggers that trainer.logger= adds to TensorBoard, and close them when the block ends. The list is empty
     in all processes except the first.
 

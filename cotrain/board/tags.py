@@ -64,14 +64,14 @@ def layout() -> dict[str, Any]:
     }
 
 
-def marked(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
+def marked_text(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
     """Return a generated text in Markdown, with each token marked by its kind. parts: (kind of token, text). tokens,
     calls: the number of new tokens and of target calls."""
-    text = "".join(f"<{ELEMENTS[kind]}>{escaped(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
-    return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped(prompt)}{text}"
+    text = "".join(f"<{ELEMENTS[kind]}>{escaped_markdown(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
+    return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped_markdown(prompt)}{text}"
 
 
-def escaped(text: str) -> str:
+def escaped_markdown(text: str) -> str:
     """Escape text so that TensorBoard's Markdown shows it unchanged. All characters but letters and digits become
     character references. A line end becomes a visible sign and a line break."""
     numbers = "".join(one if one.isalnum() else f"&#{ord(one)};" for one in text.replace("\r\n", "\n"))

@@ -8,13 +8,22 @@ from typing import Any
 
 from cotrain.bench import measurement
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import Pair, measured, plan_of, prompts, refuse_pair, resolved, room_of, shape
+from cotrain.commands.served_pair import (
+    Pair,
+    measurable_folder,
+    plan_of,
+    prompts,
+    refuse_pair,
+    resolved,
+    room_of,
+    shape,
+)
 from cotrain.config.settings import BenchConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.page.html_page import written
 from cotrain.rollout.training_texts import start_of
-from cotrain.run_folder import claim, refuse
+from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, refuse_rounded, timed, timed_by
 from inference.drafts.atomic import write_atomic
@@ -87,9 +96,9 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     """Measure the draft, write the report and the replay, and return the report."""
     typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
     path = resolved(cfg)
-    draft_folder = measured(draft_path)
+    draft_folder = measurable_folder(draft_path)
     planned = _planned(cfg, draft_folder.metadata, typed)
-    refuse(cfg.output, cfg.overwrite)
+    refuse_folder(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)
     room = room_of(pair) - timed(cfg.bench) if open_tokens else None
@@ -113,6 +122,6 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
         if further:
             report["extra"] |= further(replace(plan, tree=None, planned=None), folder.path)
         _write(folder.path, report)
-        replay.write(recorded(plan, report["extra"]), folder.path / replay.FILE)
+        replay.write_replay(recorded(plan, report["extra"]), folder.path / replay.FILE)
         folder.finish()
     return report

@@ -7,7 +7,7 @@ from pathlib import Path
 from cotrain.config.settings import CompareConfig
 from cotrain.console import answering
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import compare, left_out, read, table
+from cotrain.evaluation.comparison import compare, gains_table, left_out, read_runs
 from cotrain.run_folder import writable
 from inference.drafts.atomic import write_atomic
 from inference.report.build import environment
@@ -21,11 +21,11 @@ def run(cfg: CompareConfig) -> None:
             raise UserError(f"report={file} is a file that cotrain compare did not write: name another file")
         writable("report", cfg.report)
     with answering(cfg.as_json) as answer:
-        runs = read(Path(cfg.folder))
+        runs = read_runs(Path(cfg.folder))
         baseline = min(runs) if cfg.baseline is None else cfg.baseline
         gains, absent = compare(runs, baseline), left_out(runs, baseline)
         report = {"environment": environment(), "baseline": baseline, "gains": [asdict(gain) for gain in gains]}
         report |= {"left_out": absent}
-        answer(report, table(gains, baseline, absent))
+        answer(report, gains_table(gains, baseline, absent))
     if cfg.report:
         write_atomic(Path(cfg.report), json.dumps(report, indent=2) + "\n")

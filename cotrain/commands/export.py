@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cotrain.commands.served_pair import folder
+from cotrain.commands.served_pair import read_folder
 from cotrain.config.settings import ExportConfig, flat
 from cotrain.console import answering
 from cotrain.errors import UserError
@@ -24,8 +24,8 @@ from cotrain.export.engines import (
     refuse_layout,
     usual_layout,
 )
-from cotrain.export.fitting import measured_elsewhere, refuse
-from cotrain.export.publishing import card, tau_by_length
+from cotrain.export.fitting import measured_elsewhere, refuse_temperature
+from cotrain.export.publishing import card, tau_table
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
@@ -33,7 +33,7 @@ from cotrain.training.preconditions import say_other_weights
 from inference.drafts.draft_folder import REPORT, Metadata, read
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import read_json
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import longest_text
 
 
 def run(cfg: ExportConfig) -> None:
@@ -53,21 +53,21 @@ def run(cfg: ExportConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("name the draft folder with draft.path=")
     _refuse(cfg)
-    metadata = folder(cfg.draft.path).metadata
+    metadata = read_folder(cfg.draft.path).metadata
     kind = metadata.kind if metadata else "independent"
     if cfg.layout == "auto":
         cfg.layout = usual_layout(kind, cfg.engine)
     refuse_layout(cfg.engine, cfg.layout)
     if cfg.push_to_hub:
-        publishing.require(cfg.push_to_hub)
+        publishing.require_hub(cfg.push_to_hub)
     refuse_kind(cfg.engine, kind)
-    refuse(cfg.draft.path, cfg.temperature)
+    refuse_temperature(cfg.draft.path, cfg.temperature)
     served = _served(cfg, metadata)
     if (
         cfg.k
         and Path(served).is_dir()
         and gguf_file(served) is None
-        and cfg.k >= (room := positions_of(load_config(served)[0]))
+        and cfg.k >= (room := longest_text(load_config(served)[0]))
     ):
         raise UserError(
             f"k={cfg.k}: text and drafts share the {room} tokens of the context of {served}: set k={room - 1} or less"
@@ -121,7 +121,7 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
     if written.origin.get("advice"):
         print(f"on the machine that measured it, {written.origin['advice']}")
     report = path / REPORT
-    lengths = tau_by_length(read_json(report), written) if report.is_file() else ""
+    lengths = tau_table(read_json(report), written) if report.is_file() else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(written.target["name"]))
@@ -145,7 +145,7 @@ def _check(path: str, as_json: bool) -> None:
     """Print that an exported folder is complete. If it would not load, raise UserError with the problems; with
     `as_json`, the result is printed first."""
     with answering(as_json) as answer:
-        problems = hf.check(path)
+        problems = hf.folder_problems(path)
         if as_json or not problems:
             report = {"folder": path, "passed": not problems, "problems": problems}
             answer(report, f"{path}: the folder is complete, and every tensor is as config.json says")

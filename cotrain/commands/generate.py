@@ -8,17 +8,17 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from cotrain.commands.served_pair import as_trained, folder, refuse_pair
+from cotrain.commands.served_pair import as_trained, read_folder, refuse_pair
 from cotrain.config.settings import GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.rows import PROMPT, Reader, nothing_skipped
-from cotrain.data.sources import UNREADABLE, kind_of, rows_in
+from cotrain.data.sources import UNREADABLE, extension_of, rows_in
 from cotrain.errors import UserError, user_errors
 from cotrain.teacher.target_model import load_config, load_pair
 from inference import Engine, load
 from inference.adaptive_policy import Adaptive
 from inference.measure.environment import device
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import longest_text
 from inference.output import Event, pieces
 from inference.policy import Fixed
 
@@ -105,7 +105,7 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
     rows: places, and rows of data. Raises UserError, before weights are loaded, for a draft that does not fit the
     target, and for prompts that do not fit into the context.
     """
-    metadata = folder(cfg.draft.path).metadata if cfg.draft.path else None
+    metadata = read_folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, `load` chooses the folder's rule, which may be one for trees
     as_trained(cfg, metadata)
     cfg.verify = rule
@@ -116,11 +116,11 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
     if cfg.draft.path:
         target, tokenizer, _ = refuse_pair(cfg.draft.path, path)
-        room = positions_of(target.config)
+        room = longest_text(target.config)
     else:
         with user_errors():
             config, tokenizer = load_config(path)
-        room = positions_of(config)
+        room = longest_text(config)
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
     template = Template(tokenizer, metadata.served.template if metadata else {}, ())
@@ -194,7 +194,7 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
         )
     if prompts not in (None, "-") and not os.path.exists(str(prompts)):
         raise UserError(f"prompts={prompts}: there is no such file")
-    if prompts is not None and kind_of(Path(prompts)) not in (None, ".txt"):
+    if prompts is not None and extension_of(Path(prompts)) not in (None, ".txt"):
         try:
             rows = list(rows_in({prompts: Path(prompts)}))
         except UNREADABLE as error:

@@ -12,25 +12,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.commands.served_pair import as_trained, measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.commands.shapes import composed_shape, shape_table, shapes
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, strict
 from cotrain.errors import UserError
 from cotrain.planning.costs_file import speedup_table, speedups_of
 from cotrain.planning.drafted import Drafted, drafted
-from cotrain.planning.drift import drift, planned, served
-from cotrain.planning.outcome import POLICY, PROFILE, SCHEDULE, entries, files, table
-from cotrain.planning.page import PAGE, page
+from cotrain.planning.drift import drift, read_plan, served_counters
+from cotrain.planning.outcome import POLICY, PROFILE, SCHEDULE, entries, files, forecast_table
+from cotrain.planning.page import PAGE, plan_page
 from cotrain.planning.plan import Plan
 from cotrain.planning.timed import measured_table, timed_cells
 from cotrain.rollout.training_texts import start_of
-from cotrain.run_folder import claim, refuse
+from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, timed, timed_by
 from inference.drafts import bundled_target
 from inference.drafts.atomic import write_atomic
-from inference.drafts.draft_folder import PROMPTS, identity
+from inference.drafts.draft_folder import PROMPTS, folder_identity
 from inference.measure.environment import environment
 from inference.output import Emitted
 
@@ -55,7 +55,7 @@ def run(cfg: PlanConfig) -> None:
     do not exist yet; `costs=` without a draft forecasts drafts of each acceptance."""
     with answering(cfg.as_json) as answer:
         if cfg.log is not None:
-            compared = drift(planned(Path(cfg.output) / PLAN), served(Path(cfg.log)))
+            compared = drift(read_plan(Path(cfg.output) / PLAN), served_counters(Path(cfg.log)))
             answer(asdict(compared), compared.line)
             return
         paths = [*([cfg.draft.path] if cfg.draft.path else []), *cfg.drafts]
@@ -70,7 +70,7 @@ def run(cfg: PlanConfig) -> None:
                 "shapes= and bench.trees="
             )
         settle(cfg.threads, cfg.bench.seed)
-        refuse(cfg.output, cfg.overwrite)
+        refuse_folder(cfg.output, cfg.overwrite)
         answer(*(_shapes(cfg) if cfg.shapes else _drafts(cfg, paths) if paths else _costs(cfg)))
 
 
@@ -85,17 +85,17 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         texts: dict[float, Emitted] = {}
         drafts = [drafted(mine, _plan(mine, target), texts) for mine in settings.values()]
         best = _best(drafts)
-        best = replace(best, policy=replace(best.policy, draft=identity(Path(best.path))))
+        best = replace(best, policy=replace(best.policy, draft=folder_identity(Path(best.path))))
         plan = _origin(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():
             _write(folder.path / name, content)
-        lines = [table(drafts)]
+        lines = [forecast_table(drafts)]
         if cfg.measure:
             plan["measured"] = timed_cells(best.plan, best.cells, best.policy)
             _write(folder.path / PLAN, plan)
             lines.append(measured_table(plan["measured"]))
-        write_atomic(folder.path / PAGE, page(strict(plan)))
+        write_atomic(folder.path / PAGE, plan_page(strict(plan)))
         folder.finish()
     lines.append(f"plan: {Path(cfg.output) / PLAN}, with {PROFILE}, {SCHEDULE}, {POLICY} and {PAGE} beside it")
     return plan, "\n".join(lines)
@@ -186,7 +186,7 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
     """Load the draft of `cfg`, and return its plan. pair: the target and its tokenizer. In `cfg`, the planned draft
     length is added to bench.depths."""
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
-    draft_folder, outline = measured(path), refuse_pair(path, name, cfg.target.trust_remote_code)
+    draft_folder, outline = measurable_folder(path), refuse_pair(path, name, cfg.target.trust_remote_code)
     room, start = room_of(outline), start_of(outline.target)
     fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room, start)
     given = prompts(cfg.data, size, outline.target, outline.tokenizer, None, draft_folder.path)

@@ -3,19 +3,19 @@
 from pathlib import Path
 
 from cotrain.config.settings import ReportConfig
-from cotrain.page.html_page import PAGE, refuse, write
-from cotrain.page.loaded_run import load
+from cotrain.page.html_page import PAGE, refuse_path, write_page
+from cotrain.page.loaded_run import load_runs
 from cotrain.run_folder import writable
 
 
 def run(cfg: ReportConfig) -> None:
     """Write the page and print its path."""
-    runs = load(cfg.run)
+    runs = load_runs(cfg.run)
     first = runs[0].path
     path = Path(cfg.page) if cfg.page else (first if first.is_dir() else first.parent) / PAGE
-    refuse(path)
+    refuse_path(path)
     writable("page", path)
-    write(runs, path)
+    write_page(runs, path)
     for one in runs:
         print(f"{one.path}: the run is not finished, so the page is marked as partial") if one.partial else None
     print(f"page: {path}")

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import refuse_pair
 from cotrain.config.settings import RolloutConfig, from_target, sampling, truncation
-from cotrain.data.prompt_rows import Source, said
+from cotrain.data.prompt_rows import Source, said_of_rows
 from cotrain.data.sources import sources_apart
 from cotrain.errors import user_errors
 from cotrain.evaluation.held_out import held_out
@@ -16,9 +16,9 @@ from cotrain.rollout.training_texts import beside, padded, read_rows, start_of
 from cotrain.run_folder import held
 from cotrain.teacher.target_model import served
 from cotrain.training.assembly import CHECKED, warn_of_other_target
-from cotrain.training.job import models, sample_prompts, sampled, settle, template_of
+from cotrain.training.job import models, sample_prompts, sampled_texts, settle, template_of
 from cotrain.training.preconditions import fill_prompt_tokens, fits, ids_of, outline, server
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import longest_text
 from inference.models.quantisation import refuse_quantisation
 
 
@@ -34,7 +34,7 @@ def run(cfg: RolloutConfig) -> None:
         prompts = _prompts(cfg, *without_weights)
         prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
         target, tokenizer = loaded or models(cfg)
-        texts = sampled(cfg, target, tokenizer, folder, cfg.draft.path)
+        texts = sampled_texts(cfg, target, tokenizer, folder, cfg.draft.path)
         path = texts.sample(cfg.kind, sampling(cfg.regime), prompts, keep=True)
         if asked.url:
             read, head = served(target, ids_of(tokenizer))
@@ -69,8 +69,8 @@ def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedT
             asked.prompt_tokens,
             "rollout.new_tokens",
             asked.new_tokens,
-            positions_of(target.config),
+            longest_text(target.config),
             start_of(target),
         )
-        print(*said({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
+        print(*said_of_rows({cfg.kind: prompts}, asked.prompt_tokens), sep="\n", file=sys.stderr)
         return prompts

@@ -5,12 +5,12 @@ import json
 from typing import Any
 
 from cotrain.bench import server_parity
-from cotrain.commands.served_pair import measured, plan_of, prompts, refuse_pair, resolved, room_of
+from cotrain.commands.served_pair import measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.config.groups import Bench
 from cotrain.config.settings import ServeCheckConfig, sampling
 from cotrain.console import answering
 from cotrain.errors import UserError
-from cotrain.run_folder import claim, refuse
+from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
 from inference.drafts.atomic import write_atomic
@@ -42,9 +42,9 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     """Measure the server at `url`, write the report, and return it with the comparison."""
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
-    refuse(cfg.output, cfg.overwrite)
+    refuse_folder(cfg.output, cfg.overwrite)
     path, client = resolved(cfg), server("url", url, sampling(cfg.regime), cfg.model)
-    draft_folder = measured(draft_path)
+    draft_folder = measurable_folder(draft_path)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     (target, tokenizer), metadata = models(cfg), draft_folder.metadata
     k = cfg.k or (metadata.k if metadata else None)
@@ -66,7 +66,7 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
     # a server verifies chains by the token rule, with the weights of the folder
     plan = plan_of(cfg, draft_folder, (target, tokenizer), size, "token", given=given, **others)
     with claim(cfg.output, cfg.overwrite, command="serve_check") as folder:
-        parity = server_parity.parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
+        parity = server_parity.server_parity(plan, server_parity.over_http(client, plan), k, cfg.at_once)
         report = {
             "environment": environment(),
             "url": url,

@@ -15,7 +15,7 @@ from cotrain.config.settings import DraftFolderConfig, GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import Source, prompt_tokens
-from cotrain.data.prompt_rows import said as said_of
+from cotrain.data.prompt_rows import said_of_rows as said_of
 from cotrain.data.sources import sources_apart
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
@@ -27,7 +27,7 @@ from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
 from inference.drafts.weight_files import building, read_json, weight_files
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import longest_text
 from inference.proposers import kind_of
 from inference.request import ends_of
 
@@ -70,7 +70,7 @@ def resolved(cfg: DraftFolderConfig) -> str:
         raise UserError(
             "draft.path=null: set draft.path= to a draft folder, for example draft.path=outputs/train/draft"
         )
-    metadata = folder(cfg.draft.path).metadata
+    metadata = read_folder(cfg.draft.path).metadata
     if cfg.target.path is None:
         if metadata is None:
             raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
@@ -118,7 +118,7 @@ def stored(metadata: Metadata) -> dict[str, Any]:
     return {**metadata.regime, **asdict(metadata.served), "int8": metadata.int8, "draft_dtype": "auto"}
 
 
-def folder(path: str) -> Folder:
+def read_folder(path: str) -> Folder:
     """Read a draft folder without its weights. Raises UserError, naming draft.path, if it is invalid."""
     try:
         return read(path)
@@ -133,7 +133,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     target_path: a hub id or folder. Raises UserError, before weights are loaded, in three cases: the target is missing,
     the draft has other token ids, or the draft does not fit the target (`Proposer.fits`).
     """
-    draft_folder = folder(draft_path)
+    draft_folder = read_folder(draft_path)
     try:
         target, tokenizer = outline(target_path, trust_remote_code)
     except (ValueError, OSError) as error:
@@ -172,9 +172,9 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
         return network(network.config_class.from_pretrained(path))
 
 
-def measured(path: str) -> Folder:
+def measurable_folder(path: str) -> Folder:
     """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
-    draft_folder = folder(path)
+    draft_folder = read_folder(path)
     if draft_folder.kind not in KINDS:
         raise UserError(
             f"draft.path={path} is a draft of kind {draft_folder.kind!r}, which cannot be measured: name one of kind "
@@ -220,7 +220,7 @@ def plan_of(
 
 def room_of(pair: Pair) -> int:
     """Return the length in tokens of the longest text that both models can read."""
-    return min(positions_of(model.config) for model in (pair.target, pair.draft) if model is not None)
+    return min(longest_text(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
 def prompts(

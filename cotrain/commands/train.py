@@ -11,15 +11,15 @@ from cotrain.board import tags
 from cotrain.config.changes import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import FIGURES, compare, left_out, read
-from cotrain.evaluation.comparison import table as compared
+from cotrain.evaluation.comparison import FIGURES, compare, left_out, read_runs
+from cotrain.evaluation.comparison import gains_table as compared
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
-from cotrain.run_folder import claim, finished, read_marker, refuse, resumable
+from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resumable
 from cotrain.training import joint
 from cotrain.training.deadline import Deadline
 from cotrain.training.preconditions import require
-from cotrain.training.preflight import check
+from cotrain.training.preflight import check_resources
 from cotrain.training.run import train
 from inference.drafts.compatibility import hash_weights
 from inference.drafts.draft_folder import REPORT
@@ -54,14 +54,14 @@ def run(cfg: TrainConfig) -> float | None:
             work(cfg, Path(cfg.output), deadline)
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds, draft=type(cfg.draft))
-    state = refuse(cfg.output, cfg.overwrite, settings, kinds)
+    state = refuse_folder(cfg.output, cfg.overwrite, settings, kinds)
     damage = _damage(cfg) if state == "finished" else ""
     done = state == "finished" and not damage and not cfg.check
     known = None if done else require(cfg)  # fails before `claim` moves a run
     if cfg.mode == "joint" and known:
-        joint.refuse(cfg, known)
+        joint.refuse_joint(cfg, known)
     if cfg.check and known:
-        print("\n".join(check(cfg, known)))
+        print("\n".join(check_resources(cfg, known)))
         return None
     with claim(cfg.output, cfg.overwrite, settings, kinds) as folder:
         if folder.state != "finished" or damage:
@@ -126,7 +126,7 @@ def swept(outputs: list[str]) -> None:
     runs: dict[str, list[dict[str, Any]]] = {}
     for output in outputs:
         if (Path(output) / FIGURES).exists():
-            for label, report in read(Path(output)).items():
+            for label, report in read_runs(Path(output)).items():
                 runs.setdefault(label, []).extend(report)
     if len(runs) < 2:
         return

@@ -91,7 +91,7 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
     return documents
 
 
-def pieces(text: str) -> list[str]:
+def text_pieces(text: str) -> list[str]:
     """Cut a text at line ends into pieces of at least `PIECE` characters; the last may be shorter. Blank pieces are
     dropped."""
     cuts, lines, size = [], list[str](), 0

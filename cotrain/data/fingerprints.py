@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.compatibility import hash_tokenizer
-from inference.models.pretrained import quantised
+from inference.models.pretrained import weights_quantisation
 from inference.request import ends_of
 
 SAMPLE = 1024  # values of each tensor that are hashed; the others enter only through a sum
@@ -70,7 +70,7 @@ def fingerprint(model: PreTrainedModel) -> str:
         digest.update(_some_bits(flat, place))
         total = sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
         digest.update(f"{tuple(tensor.shape)} {total};".encode())
-    how = quantised(model.config)
+    how = weights_quantisation(model.config)
     digest.update(str(how and how.get("quant_method")).encode())
     return digest.hexdigest()
 
@@ -120,7 +120,7 @@ def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
-def said(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return a message that lists the values that differ between two fingerprints. If a value is a hash, only its key
     is listed. actual: what is stored; wanted: what is asked for now."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))

@@ -181,7 +181,7 @@ class TextStarts:
 Source = PromptRows | TextStarts
 
 
-def said(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_tokens") -> list[str]:
+def said_of_rows(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_tokens") -> list[str]:
     """Return lines for the user about how the data were read, and how many prompts of each split are left out.
 
     sources: by split. tokens: the most ids of a prompt. key: the setting that has this number.

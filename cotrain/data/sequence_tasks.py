@@ -18,7 +18,7 @@ from typing import Any
 
 import datasets
 
-from cotrain.data.corpora import ALL, embedded, pieces
+from cotrain.data.corpora import ALL, embedded, text_pieces
 
 CORPORA = {"signature": "code", "summary": "code", "sentence": "records"}  # the corpus of each task
 TASKS = tuple(CORPORA)
@@ -105,7 +105,7 @@ def functions(source: str) -> Iterator[SequencePair]:
         signature, code = _without_docstring(node)
         keys = (first, code) if code else (first,)  # many functions have no code but a docstring
         if len(signature) <= SIGNATURE:
-            yield SequencePair("signature", f"signature: {pieces(docstring)[0].strip()}", signature, keys)
+            yield SequencePair("signature", f"signature: {text_pieces(docstring)[0].strip()}", signature, keys)
         if CODE[0] <= len(code) <= CODE[1]:
             yield SequencePair("summary", f"summary: {code}", first, keys)
 

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
-from cotrain.data.corpora import embedded, pieces
+from cotrain.data.corpora import embedded, text_pieces
 from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows, start_token
 from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
@@ -50,7 +50,7 @@ UNREADABLE = (
 )
 
 
-def kind_of(path: Path) -> str | None:
+def extension_of(path: Path) -> str | None:
     """Return the file extension that selects the loader, such as ".jsonl"; that of a compression is skipped. Return
     None if no loader reads the file."""
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
@@ -72,7 +72,7 @@ def files_of(path: str) -> dict[str, Path]:
         matching_files = {
             str(file.relative_to(place)): file
             for file in sorted(place.rglob("*"))
-            if file.is_file() and (saved or kind_of(file)) and not file.name.startswith(".")
+            if file.is_file() and (saved or extension_of(file)) and not file.name.startswith(".")
         }
         if not matching_files:
             raise ValueError(
@@ -85,13 +85,13 @@ def files_of(path: str) -> dict[str, Path]:
         matching = {name: Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()}
         if not matching:
             raise ValueError(f"data.path: no such file, and none that matches: {path}")
-        return {name: file for name, file in matching.items() if kind_of(file)} or matching
-    if kind_of(place) or place.is_absolute() or path.startswith(".") or path.count("/") > 1:
+        return {name: file for name, file in matching.items() if extension_of(file)} or matching
+    if extension_of(place) or place.is_absolute() or path.startswith(".") or path.count("/") > 1:
         raise ValueError(f"data.path: no such file: {path}")
     return {}
 
 
-def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
+def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for each row of data.path, data.config and data.split; with data.streaming, only for the first
     data.take. place: such as "own.jsonl, line 3". A row is a mapping; a line that is not JSON is yielded as text.
 
@@ -101,7 +101,7 @@ def read_rows(data: Data) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"data.take={data.take}: with data.streaming=true it must be at least 1")
     files = files_of(data.path or "")
     for path in files.values():
-        if not path.stat().st_size and kind_of(path):
+        if not path.stat().st_size and extension_of(path):
             raise ValueError(f"data.path: {path} is empty")
     table = next((path for path in files.values() if path.suffix == ".parquet"), None)
     if table and is_rollout(table):
@@ -152,7 +152,7 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
 
 
 def _revision(data: Data) -> str:
-    """Return the name, config and current revision of a hub data set as text. Raises the errors of `read_rows`."""
+    """Return the name, config and current revision of a hub data set as text. Raises the errors of `read_data`."""
     try:
         builder = datasets.load_dataset_builder(str(data.path), name=data.config)
     except UNREADABLE as error:
@@ -171,7 +171,7 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
                 raise ValueError(
                     f"it has no split {data.split!r}, but {', '.join(map(str, splits))}: set data.split= to one of them"
                 )
-            texts = filter(kind_of, map(Path, splits[data.split]))
+            texts = filter(extension_of, map(Path, splits[data.split]))
             files = {str(file.relative_to(Path(path).absolute())): file for file in texts}
         yield from rows_in(files)
         return
@@ -184,11 +184,11 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of the files, see `read_rows`. files: by the names that places have. Raises the
+    """Yield (place, row) for each row of the files, see `read_data`. files: by the names that places have. Raises the
     errors in `UNREADABLE`."""
     readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
-        for number, row in readers.get(kind_of(path) or "", _json)(name, path):
+        for number, row in readers.get(extension_of(path) or "", _json)(name, path):
             yield f"{name}, {number}", row
 
 
@@ -208,7 +208,7 @@ def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{name}, line {number}, is not UTF-8 text: save it as UTF-8") from error
             if text.strip():
-                yield f"line {number}", {TEXT: text} if kind_of(path) == ".txt" else _parsed(text)
+                yield f"line {number}", {TEXT: text} if extension_of(path) == ".txt" else _parsed(text)
 
 
 def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
@@ -261,7 +261,7 @@ def _cleaned(value: Any) -> Any:
 
 def _loader(path: str, files: Mapping[str, Path]) -> str:
     """Return the name of the `datasets` loader that reads all the files. path: data.path, for the error message."""
-    counts = Counter(kind for kind in map(kind_of, files.values()) if kind)
+    counts = Counter(kind for kind in map(extension_of, files.values()) if kind)
     kinds = [kind for kind, _ in counts.most_common()]
     loaders = {LOADERS[kind] for kind in kinds}
     if not loaders:
@@ -343,7 +343,7 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         encoder: whether the target has an encoder. Each row is then a whole source; the embedded corpora give the
             sources of `sequence_tasks`.
 
-    Raises the errors of `read_rows`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
+    Raises the errors of `read_data`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
     none.
     """
     if data.path is None:
@@ -356,7 +356,7 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
         )
     reader, skipped = Reader(data.column, data.chat, templated, encoder), nothing_skipped()
     rows, total, read = list[DataRow](), 0, set[str]()
-    for total, (place, values) in enumerate(read_rows(data), 1):  # noqa: B007
+    for total, (place, values) in enumerate(read_data(data), 1):  # noqa: B007
         read.add(place.rpartition(", ")[0])
         try:
             rows.append(reader.row(values, place))
@@ -443,12 +443,12 @@ def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     rows = [
         {"text": piece, "domain": row["domain"], "document": number}
         for number, row in enumerate(texts)
-        for piece in pieces(row["text"])
+        for piece in text_pieces(row["text"])
     ]
     return datasets.Dataset.from_list(rows)
 
 
-def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
+def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
     """Tokenize the texts of each domain into one stream, and return it cut into blocks of `length` tokens for corpus
     steps.
 
@@ -467,7 +467,7 @@ def pack(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: in
 
 
 def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-    """Raise the errors of `pack`. Texts are tokenized only until they fill one block."""
+    """Raise the errors of `pack_blocks`. Texts are tokenized only until they fill one block."""
     if tokenizer.eos_token_id is None:
         raise ValueError("target.path: its tokenizer has no end token, which separates texts")
     start = start_token(tokenizer)

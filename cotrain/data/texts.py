@@ -139,7 +139,7 @@ def none() -> Texts:
     return Texts(empty.view(0, 2), empty, empty, [])
 
 
-def joined(sets: Sequence[Texts]) -> Texts:
+def joined_texts(sets: Sequence[Texts]) -> Texts:
     """Return all texts of several sets as one, padded on the right to one width. All sets must have the same
     `whole`."""
     width = max(texts.ids.shape[1] for texts in sets)
@@ -148,17 +148,17 @@ def joined(sets: Sequence[Texts]) -> Texts:
     temperature = torch.cat([texts.temperature.expand(len(texts)) for texts in sets])
     domains = [domain for texts in sets for domain in texts.domain]
     sources = [texts.source for texts in sets if texts.source is not None]
-    source = widened(sources) if sources else None
+    source = widened_sources(sources) if sources else None
     return Texts(ids, prompt, length, domains, None, temperature, sets[0].whole, source)
 
 
-def widened(sources: Sequence[Tensor]) -> Tensor:
+def widened_sources(sources: Sequence[Tensor]) -> Tensor:
     """Return all sources of several tensors (N, S), which differ in S, as one tensor padded on the right."""
     width = max(part.shape[1] for part in sources)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
 
 
-def shared(texts: Texts, shares: Mapping[str, float]) -> Texts:
+def shared_texts(texts: Texts, shares: Mapping[str, float]) -> Texts:
     """Return the texts without those that exceed their domain's share. Of a domain in `shares`, the first
     shares[domain] of its texts remain, as a fraction; of other domains, all remain.
 

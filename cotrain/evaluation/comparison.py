@@ -69,7 +69,7 @@ class Gain:
     high: float
 
 
-def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Return the figures of the runs in a folder by label, in the order of their seeds. Raises UserError if there are
     none.
 
@@ -142,7 +142,7 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
 
-    runs: as `read` returns them. baseline: see `named`.
+    runs: as `read_runs` returns them. baseline: see `named`.
     Runs are paired with the baseline's by seed. If the two have no seed in common, they are paired in the order of
     their seeds. A pair is compared on the texts on which both were evaluated, and all pairs have equally many texts.
     Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Runs without a text of
@@ -248,7 +248,7 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
     return [(row, rows[text]) for row, text in enumerate(one["hashes"]) if text in rows]
 
 
-def table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
+def gains_table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
     """Return the gains as a table, and a line for each label in `absent`, which is what `left_out` returns."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [

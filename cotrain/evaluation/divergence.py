@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cotrain.evaluation.held_out import HeldOut
-from cotrain.evaluation.profile import positions, probs
+from cotrain.evaluation.profile import positions, served_log_probs
 from cotrain.losses import divergences
 from cotrain.students.base import Student
 from cotrain.teacher.target_model import Head
@@ -34,7 +34,10 @@ def divergence(
     distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
     for theirs, guess, contexts, rows in positions(held, student, read):
-        p, q = (probs(logits, held.temperature, held) for logits in (head_target(theirs), guess.head(guess.states)))
+        p, q = (
+            served_log_probs(logits, held.temperature, held)
+            for logits in (head_target(theirs), guess.head(guess.states))
+        )
         variations = (1 - divergences.alpha(p, q)).clamp(min=0).tolist()
         for n, (row, context) in enumerate(zip(rows.tolist(), contexts.tolist(), strict=True)):
             if variations[n] > worst.get(row, {"tv": -1.0})["tv"]:

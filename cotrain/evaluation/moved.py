@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cotrain.data.texts import Texts
 from cotrain.losses import divergences
-from cotrain.losses.chunked import positions
+from cotrain.losses.chunked import chunk_positions
 from cotrain.teacher.target_model import Head, Reader
 from inference.models.passes import LAST
 from inference.sampling import wide
@@ -65,7 +65,7 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
         both = [(read(ids.long(), places)[LAST][:, :-1][inside], head) for read, head in (original, moved)]
         token, text = ids[:, 1:][inside], rows.unsqueeze(1).expand(inside.shape)[inside]
         vocabulary = moved[1](both[1][0][:1]).shape[-1]
-        for at in torch.arange(len(token)).split(positions(vocabulary, both[1][0].device.type)):
+        for at in torch.arange(len(token)).split(chunk_positions(vocabulary, both[1][0].device.type)):
             p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
             x = token[at].long().unsqueeze(1).to(p.device)
             figures = [
@@ -117,7 +117,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(angle[at + 1]))
 
 
-def figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def movement_figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
     domain, the rate of equal most probable tokens, and how the KL is spread over tokens.
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses import divergences
-from cotrain.losses.chunked import CHUNK, log_probs, served
+from cotrain.losses.chunked import CHUNK, log_probs, served_logs
 from cotrain.losses.guess import chosen, numbers, picked
 from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
@@ -42,9 +42,11 @@ def profile(
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
     buckets: defaultdict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for theirs, guess, context, _ in positions(held, student, read):
-        p = probs(head_target(theirs), held.temperature, held)
+        p = served_log_probs(head_target(theirs), held.temperature, held)
         logits = guess.head(guess.states)
-        alphas = torch.stack([divergences.alpha(p, probs(logits, t, held)) for t in temperatures]).double().cpu()
+        alphas = (
+            torch.stack([divergences.alpha(p, served_log_probs(logits, t, held)) for t in temperatures]).double().cpu()
+        )
         totals += alphas.sum(1)
         own = alphas[temperatures.index(held.temperature)]
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
@@ -60,10 +62,10 @@ def profile(
     }
 
 
-def probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
+def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
     """Return log-probabilities (n, V) as they are served, from logits (n, V). held: gives the regime's cut."""
     t = torch.full((len(logits),), temperature, device=logits.device)
-    return served(log_probs(logits, t), t, held.truncate)
+    return served_logs(log_probs(logits, t), t, held.truncate)
 
 
 def positions(
@@ -86,7 +88,7 @@ def positions(
             read(len(rows))
 
 
-def line(temperature: float, profile: dict[str, Any]) -> str:
+def profile_line(temperature: float, profile: dict[str, Any]) -> str:
     """Return a line for the user with acceptance at the target's temperature, at the best temperature of the draft, and
     at short and long contexts. temperature: the target's."""
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
@@ -160,7 +162,7 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
         surprise = torch.where(gap <= rounding, 0.0, math.inf)
         return torch.stack([surprise, torch.zeros_like(surprise), torch.zeros_like(surprise)], -1)
     t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
-    logs = served(log_probs(logits, t), t, held.truncate)
+    logs = served_logs(log_probs(logits, t), t, held.truncate)
     entropy = divergences.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
     return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)

@@ -93,7 +93,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 # --- temperature
 
 
-def refuse(folder: str | Path, temperature: float | None) -> None:
+def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
     """Raise UserError if the draft in `folder` is conditioned and `temperature` is None, or if it is not and a
     temperature is given."""
     file = Path(folder) / CONFIG
@@ -121,7 +121,7 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 
 def network_class(temperature: float | None) -> Any:
-    """Return the class that loads the draft folder. The temperature must have passed `refuse`."""
+    """Return the class that loads the draft folder. The temperature must have passed `refuse_temperature`."""
     return CausalLM if temperature is None else ConditionedNetwork
 
 
@@ -153,7 +153,7 @@ def small_head_problem(folder: str | Path) -> str | None:
 
 
 @torch.no_grad()
-def folded(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
+def fold_conditioning(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
     """Return the network without its conditioning: the weight and bias of its final norm are multiplied, in place, by
     its scale at `temperature`.
 

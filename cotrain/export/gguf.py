@@ -35,7 +35,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from cotrain.errors import UserError
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.fitting import resize
-from cotrain.export.hf import prepare
+from cotrain.export.hf import prepare_draft
 from cotrain.export.publishing import card
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import REPORT
@@ -74,7 +74,7 @@ def export(
     command. Return `output`.
 
     Args:
-        k, settings: see `hf.prepare`.
+        k, settings: see `hf.prepare_draft`.
         target: hub id, folder or GGUF file.
         dtype: of the matrices, a key of `TYPES`, by default unchanged.
         replace: whether a folder at `output` is replaced.
@@ -83,11 +83,11 @@ def export(
     Raises ValueError naming the key or file to change, and FileExistsError if `output` is not empty and `replace` is
     not set.
     """
-    draft = prepare(source, ENGINE, k, target=target, **settings)
+    draft = prepare_draft(source, ENGINE, k, target=target, **settings)
     remarks, reader = list(draft.remarks), None
     if (file := gguf_file(target, "export.target")) is not None:
         reader = GGUFReader(file)
-        remarks += fit(draft.model, draft.tokenizer, reader, target)
+        remarks += fit_vocabulary(draft.model, draft.tokenizer, reader, target)
     else:
         remarks.append(f"TARGET.gguf is {target} in this format: llama.cpp's convert_hf_to_gguf.py writes it.")
     if dtype == "q8_0":
@@ -113,7 +113,7 @@ def write_file(
     makes. dtype: as in `export`. Raises UserError for a model or a tokenizer that cannot be written.
     """
     config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
-    refuse(config)
+    refuse_shape(config)
     if dtype not in TYPES:
         raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
     stored, file_type = TYPES[dtype]
@@ -127,7 +127,7 @@ def write_file(
     else:
         remarks = _add_tokenizer(writer, words, model)
     for tensor, values in tensors(model, architecture):
-        packed, kind = pack(tensor, values, stored)
+        packed, kind = pack_tensor(tensor, values, stored)
         writer.add_tensor(tensor, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -136,7 +136,7 @@ def write_file(
     return remarks
 
 
-def refuse(config: PretrainedConfig) -> None:
+def refuse_shape(config: PretrainedConfig) -> None:
     """Raise UserError, naming the key of config.json, for a model that is not of Llama's shape."""
     at = f"engine={ENGINE}: config.json:"
     if config.model_type not in ARCHITECTURES:
@@ -211,7 +211,7 @@ def _rope_factors(model: Any) -> np.ndarray:
     return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
 
 
-def pack(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
+def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
     """Return the bytes of a tensor as they are stored, and their type. Vectors stay in float32, and a matrix whose rows
     are not divisible into blocks is not quantised.
 
@@ -231,7 +231,9 @@ def pack(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[n
 # --- tokenizer
 
 
-def fit(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str) -> list[str]:
+def fit_vocabulary(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str
+) -> list[str]:
     """Resize the draft's vocabulary to that of a GGUF target, in place, and return remarks for the README. path: the
     target's file, for messages. Raises UserError if the draft's tokens are not those of the file."""
     field = target.get_field(TOKENS)

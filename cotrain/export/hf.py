@@ -1,5 +1,5 @@
 """The plain Hugging Face layout, for drafts that are causal LMs: every engine of the table loads independent ones, and
-some load parallel ones. `check` lists what is wrong with a folder in this layout."""
+some load parallel ones. `folder_problems` lists what is wrong with a folder in this layout."""
 
 from collections.abc import Mapping
 from dataclasses import replace as changed
@@ -12,11 +12,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrain
 
 from cotrain.export.engines import drafting, engine_named, refuse_kind
 from cotrain.export.fitting import (
-    folded,
+    fold_conditioning,
     measured_elsewhere,
     network_class,
-    refuse,
     refuse_small_head,
+    refuse_temperature,
     resize,
     small_head_problem,
 )
@@ -68,25 +68,25 @@ def export(
     launch command. Return `output`.
 
     Args:
-        k, settings: see `prepare`.
+        k, settings: see `prepare_draft`.
         replace: whether a folder at `output` is replaced.
         name: the folder's name in the README, by default its path.
 
-    The folder is written only if it passes `check`. Raises ValueError naming the key or file to change, and
+    The folder is written only if it passes `folder_problems`. Raises ValueError naming the key or file to change, and
     FileExistsError as `inference.drafts.draft_folder.save` does.
     """
-    draft = prepare(source, engine, k, **settings)
+    draft = prepare_draft(source, engine, k, **settings)
     with new_folder(Path(output), replace=replace) as new:
         write(draft.model, draft.tokenizer, new, draft.metadata, draft.report)
         path = name or str(Path(output).absolute())
         text = card(draft.metadata, engine, path, draft.report, draft.remarks)
         (new / "README.md").write_text(text, encoding="utf-8")
-        if problems := check(new):
+        if problems := folder_problems(new):
             raise ValueError(f"{source}: the exported folder would not load: " + "; ".join(problems))
     return Path(output)
 
 
-def prepare(
+def prepare_draft(
     source: str | Path,
     engine: str,
     k: int | None = None,
@@ -109,13 +109,13 @@ def prepare(
         objective: "sampled" or "greedy".
         dtype: of the weights, by default unchanged.
         temperature: the serving temperature of a conditioned draft, which becomes an independent draft
-            (`fitting.folded`).
+            (`fitting.fold_conditioning`).
 
     k, target and objective are by default those in cotrain.json. For a folder without it, k and target are required,
     and objective is "sampled". Raises ValueError naming the key or file to change.
     """
     engine_named(engine)
-    refuse(source, temperature)
+    refuse_temperature(source, temperature)
     refuse_small_head(source)
     model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
     if model.config.is_encoder_decoder and engine != "transformers":
@@ -124,7 +124,7 @@ def prepare(
         raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
-        model, metadata = folded(model, temperature), _at(metadata, temperature)
+        model, metadata = fold_conditioning(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
     report = _report(Path(source), original)
     left_out, remarks = remove_markov_head(model), list[str]()
@@ -211,7 +211,7 @@ KEYS = ("architectures", "model_type", "vocab_size", "dtype", "tie_word_embeddin
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def check(folder: str | Path) -> list[str]:
+def folder_problems(folder: str | Path) -> list[str]:
     """Return the problems of a draft folder, each with its file and key; [] if there are none.
 
     A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as

@@ -66,7 +66,7 @@ def export(
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(PROMPTS))
         describe(new, metadata)
-        command = launch(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
+        command = launch_lookup(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
         fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
         (new / "README.md").write_text(
             SECTION.format(
@@ -80,7 +80,7 @@ def export(
     return Path(output)
 
 
-def launch(draft: str, target: str, k: int) -> str:
+def launch_lookup(draft: str, target: str, k: int) -> str:
     """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
     round."""
     return f"{FOLDER}={shlex.quote(draft)} {serve_vllm(place(target), custom_class(k))}"

@@ -68,7 +68,7 @@ def export(
         _check_target(Path(source), metadata.target, hash_target(model.config, load_tokenizer(Path(folder))))
     with new_folder(Path(output), replace=replace) as new:
         (new / CONFIG).write_text(json.dumps(config(network), indent=2) + "\n", encoding="utf-8")
-        save_file(tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
+        save_file(medusa_tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
         if (Path(source) / REPORT).is_file():
             shutil.copy(Path(source) / REPORT, new / REPORT)
         if network.markov_head is not None and metadata:
@@ -81,7 +81,7 @@ def export(
     return Path(output)
 
 
-def launch(draft: str, target: str, k: int) -> str:
+def launch_medusa(draft: str, target: str, k: int) -> str:
     """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
     round."""
     return shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(speculative(draft, k))])
@@ -112,7 +112,7 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
+def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
     """Return the tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of
     head 0. Raises ValueError if the target's head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
@@ -139,5 +139,5 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
 
 
 def _card(folder: str, target: str, k: int, remarks: list[str], learnt: str) -> str:
-    command, said = f"```sh\n{launch(folder, target, k)}\n```", "\n\n".join(remarks)
+    command, said = f"```sh\n{launch_medusa(folder, target, k)}\n```", "\n\n".join(remarks)
     return f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{said}\n\n{MARK}\n"

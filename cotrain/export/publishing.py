@@ -65,7 +65,7 @@ def card(
     if report is not None:
         parts += ["## Measured (report.json, before export)", f"```text\n{table(report)}```"]
         parts += _predicted(report, metadata)
-        lengths = tau_by_length(report, metadata)
+        lengths = tau_table(report, metadata)
         parts += ["## tau by draft length, predicted on held-out texts", lengths] if lengths else []
     parts += [
         "## Licence",
@@ -165,7 +165,7 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
     return {k: tau for k, tau in known.items() if tau is not None}
 
 
-def tau_by_length(report: Mapping[str, Any], metadata: Metadata) -> str:
+def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
     """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime.
     Return "" if the report has no held-out figures."""
     taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
@@ -205,7 +205,7 @@ def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
     return ["## Predicted for an engine, by how it drafts", "\n".join([head, *rows])]
 
 
-def require(repo: str) -> None:
+def require_hub(repo: str) -> None:
     """Raise UserError if `repo` is not user/name, or if the hub does not answer or rejects the token. Missing rights to
     write to `repo` are detected only by `push`."""
     with _one_line(repo):

@@ -34,7 +34,7 @@ CHUNK = 512  # default number of positions whose distributions are in memory at 
 VALUES, FEWEST = {"cpu": 2**21, "cuda": 2**25}, 192
 
 
-def positions(vocabulary: int, device: str) -> int:
+def chunk_positions(vocabulary: int, device: str) -> int:
     """Return the number of positions in a chunk. vocabulary: V. device: its type, "cpu" or "cuda".
 
     It is at least 192, for efficient matrix products; 192 distributions over 151,936 tokens take 111 MiB.
@@ -73,7 +73,7 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
     return torch.where(sent(zero, logs.device)[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
 
 
-def served(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
+def served_logs(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
     """Return the log distributions (n, V) that the engine samples from. logs (n, V): from `log_probs`. temperature
     (n,). truncate: see `chunked`."""
     logs = greedy_probs(logs, temperature)
@@ -119,7 +119,7 @@ def chunked(
     truncate: a function that sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
     `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
     nucleus. The reported alpha truncates both.
-    measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
+    measured: False sets all statistics but `chunk_positions` to NaN, and takes a quarter less time.
     terms: parts of the loss, called with the same arguments. Their sums are reported separately.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
@@ -332,7 +332,7 @@ class _Rows:
         return torch.stack([alpha, divergences.alpha_greedy(logp, logq), *terms], -1)
 
     def served(self, logs: Tensor, i: Tensor) -> Tensor:
-        return served(logs, self.temperature[self.guess.at[i]], self.truncate)
+        return served_logs(logs, self.temperature[self.guess.at[i]], self.truncate)
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:

@@ -10,11 +10,22 @@ from markupsafe import Markup
 
 from cotrain.evaluation.comparison import Gain, compare, left_out
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Chart, Section, Series, drawn, escaped, interval, joined, number, numbered, table
-from cotrain.page.run_charts import SeriesOf, depths, speedups
+from cotrain.page.rendering import (
+    Chart,
+    Section,
+    Series,
+    drawn,
+    escaped,
+    html_table,
+    interval,
+    joined,
+    number,
+    numbered_series,
+)
+from cotrain.page.run_charts import SeriesOf, figures_by_depth, speedups
 
 
-def comparison(runs: Sequence[LoadedRun]) -> Section:
+def comparison_section(runs: Sequence[LoadedRun]) -> Section:
     """Return the section that compares the runs: charts, a table of settings, and the gains over the first run."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
@@ -37,7 +48,9 @@ def _temperatures(run: LoadedRun) -> list[Series]:
 
 def _depths(run: LoadedRun) -> list[Series]:
     values = run.all("report", "acceptance", "conditional", "measured")
-    return numbered(run.name, values or depths(run, f"conditional_T{run.temperature:g}/all"), colour=run.number)
+    return numbered_series(
+        run.name, values or figures_by_depth(run, f"conditional_T{run.temperature:g}/all"), colour=run.number
+    )
 
 
 def _speeds(run: LoadedRun) -> list[Series]:
@@ -73,7 +86,7 @@ def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
         if any(cell is not None for cell in cells):
             rows.append([name, *[_words(cell) for cell in cells]])
-    return table(["", *[run.name for run in runs]], rows, "how they were made") if rows else None
+    return html_table(["", *[run.name for run in runs]], rows, "how they were made") if rows else None
 
 
 def _words(value: Any) -> str:
@@ -111,7 +124,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
     notes = (Markup('<p class="note">No paired gains of {}: {}.</p>').format(*one) for one in absent.items())
     rows: list[list[object]] = [_row(gain) for gain in gains if gain.label != baseline]
     head: list[object] = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]
-    return table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals") + Markup("").join(notes)
+    return html_table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals") + Markup("").join(notes)
 
 
 def _row(gain: Gain) -> list[object]:

@@ -13,9 +13,9 @@ from markupsafe import Markup
 from cotrain import __version__
 from cotrain.board import tags
 from cotrain.errors import UserError
-from cotrain.page.compared_runs import comparison
-from cotrain.page.loaded_run import LoadedRun, Number, load
-from cotrain.page.rendering import ASSETS, Section, by_run, interval, joined, number, render, table
+from cotrain.page.compared_runs import comparison_section
+from cotrain.page.loaded_run import LoadedRun, Number, load_runs
+from cotrain.page.rendering import ASSETS, Section, by_run, html_table, interval, joined, number, render
 from cotrain.page.run_charts import SECTIONS
 from inference.drafts.atomic import write_atomic
 from inference.measure.costs import Costs
@@ -39,8 +39,8 @@ class Titled(Protocol):
 def page(runs: Sequence[LoadedRun]) -> str:
     """Return the HTML document of one or several runs."""
     sections = [Section(name, title, by_run(runs, parts), lacking) for name, title, lacking, parts in SECTIONS]
-    sections = [first_screen(runs), comparison(runs), *sections]
-    return document([(run, headline(run)) for run in runs], sections, GENERATOR)
+    sections = [first_screen(runs), comparison_section(runs), *sections]
+    return document([(run, run_headline(run)) for run in runs], sections, GENERATOR)
 
 
 def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
@@ -72,20 +72,20 @@ def _plotly() -> str:
     return library
 
 
-def write(runs: Sequence[LoadedRun], path: Path) -> None:
+def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
     """Write the page of `runs` to `path`, atomically. Raises UserError if `path` is a file of another program."""
-    refuse(path)
+    refuse_path(path)
     write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
 
 
 def written(folder: Path) -> Path:
     """Write the page of the run in `folder` to this folder, and return its path."""
     path = folder / PAGE
-    write(load([str(folder)]), path)
+    write_page(load_runs([str(folder)]), path)
     return path
 
 
-def refuse(path: Path) -> None:
+def refuse_path(path: Path) -> None:
     """Raise UserError, naming the key page=, if `path` is a folder, or a file that cotrain report did not write."""
     if path.is_dir():
         raise UserError(f"page={path} is a folder: name a file, as in page={path / 'report.html'}")
@@ -93,7 +93,7 @@ def refuse(path: Path) -> None:
         raise UserError(f"page={path} is a file that cotrain report did not write: name another file")
 
 
-def headline(run: LoadedRun) -> Markup:
+def run_headline(run: LoadedRun) -> Markup:
     """Return the result of the run in one line: whether to serve the draft, and at which draft length."""
     if run.report is None:
         return _unmeasured(run)
@@ -130,7 +130,7 @@ def _unmeasured(run: LoadedRun) -> Markup:
     return joined("no speed was measured in this run (measure=false): acceptance alone")
 
 
-def alpha(run: LoadedRun) -> Number:
+def held_out_alpha(run: LoadedRun) -> Number:
     """Return the acceptance of the exported draft on held-out texts, in the regime."""
     return run.judged(f"{run.alpha}_T{run.temperature:g}/all")
 
@@ -160,7 +160,7 @@ def first_screen(runs: Sequence[LoadedRun]) -> Section:
     tiles = _tiles(runs[0]) if len(runs) == 1 else []
     cells = {name: [part(run) for run in runs] for name, part in ROWS}
     rows = [[name, *[cell or DASH for cell in row]] for name, row in cells.items() if any(row)]
-    figures = table(["", *[run.name for run in runs]], rows) if rows else None
+    figures = html_table(["", *[run.name for run in runs]], rows) if rows else None
     return Section("figures", "What was measured", render("figures.html", tiles=tiles, figures=figures))
 
 
@@ -212,7 +212,7 @@ def _exported_tau(run: LoadedRun) -> Number:
 
 
 def _alphas(run: LoadedRun) -> Markup:
-    own = alpha(run)
+    own = held_out_alpha(run)
     curve = run.curves.get(tags.at("acceptance", run.temperature))
     if own.value is None and curve:
         first, last = (Number(value, run.number) for _, value in (curve[0], curve[-1]))
@@ -250,7 +250,7 @@ ROWS: list[tuple[str, Callable[[LoadedRun], Markup | None]]] = [
     ("tau measured on more tokens", _plain("report", "extra", "parity", "tau_measured")),
     ("tau predicted on those", _plain("report", "extra", "parity", "tau_predicted")),
     ("tau expected on held-out text, before training → now", _expected_taus),
-    ("acceptance rate on held-out texts", _figure(alpha)),
+    ("acceptance rate on held-out texts", _figure(held_out_alpha)),
     ("draft length planned, of chains", _plain("report", "extra", "planned_k", spec=".0f")),
     ("speed-up at temperature 0", _ranged("report", "extra", "greedy", "speculative", "speedup")),
     ("the same by n-gram look-up, without a draft", _ranged("report", "extra", "greedy", "ngram", "speedup")),

@@ -15,7 +15,7 @@ from cotrain.run_folder import MARKER
 from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
-from inference.report.replay import validate as validate_replay
+from inference.report.replay import validate_replay as validate_replay
 
 REPORT = "report.json"
 Curve = list[tuple[int, float]]  # (step, value), steps ascending
@@ -147,7 +147,7 @@ def pointer(path: Sequence[str | int]) -> str:
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
-def load(paths: Sequence[str]) -> list[LoadedRun]:
+def load_runs(paths: Sequence[str]) -> list[LoadedRun]:
     """Load the runs in these folders; a path may also be a report.json.
 
     Raises UserError for an empty list, a repeated path, a missing path, a folder that is not a run's, and a report that

@@ -24,7 +24,7 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
-def visible(text: str) -> str:
+def visible_controls(text: str) -> str:
     """Replace control characters by visible ones (U+2400 and following), and direction marks and lone surrogates by
     their code points."""
 
@@ -39,7 +39,7 @@ def escaped(value: object) -> Markup:
     """Return any value as escaped text. None becomes empty, and markup stays unchanged."""
     if isinstance(value, Markup):
         return value
-    return Markup("" if value is None else html.escape(visible(str(value))))
+    return Markup("" if value is None else html.escape(visible_controls(str(value))))
 
 
 def as_json(value: Any) -> Markup:
@@ -84,7 +84,7 @@ def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Mark
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
-def table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
+def html_table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
     """Return a table. head: the titles of the columns. rows: cells; the first cell of a row is its name. In a narrow
     window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
@@ -166,7 +166,7 @@ class Chart:
         traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
         axes = {
             axis: {
-                "title": {"text": plain(text)},
+                "title": {"text": escaped_label(text)},
                 "automargin": True,
                 **({"type": "log"} if axis[0] in self.log else {}),
             }
@@ -215,7 +215,7 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
     return Markup(_PARTS.by_run(bodies)) if bodies else None
 
 
-def numbered(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
+def numbered_series(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
     """Return a list of one series, whose values are at `first`, `first` + 1, ...; [] if there are no values. look: its
     other fields."""
     return [Series(name, range(first, first + len(values)), values, **look)] if values else []
@@ -232,8 +232,8 @@ def _cell(series: Series, at: int | None, spec: str) -> Markup:
 def _trace(chart: Chart, series: Series, index: int) -> dict[str, Any]:
     colour = index if series.colour is None else series.colour
     trace: dict[str, Any] = {
-        "name": plain(series.name),
-        "x": [plain(x) if isinstance(x, str) else x for x in series.x],
+        "name": escaped_label(series.name),
+        "x": [escaped_label(x) if isinstance(x, str) else x for x in series.x],
         "y": [one.value for one in series.y],
         "meta": {"colour": colour},
         "hovertemplate": f"%{{x}}: %{{y:{chart.spec}}}",
@@ -269,7 +269,7 @@ def _heat(chart: Chart) -> dict[str, Any]:
         "z": z,
         "x": [str(x) for x in chart.series[0].x],
         "texttemplate": "%{text}",
-        "y": [plain(one.name) for one in chart.series],
+        "y": [escaped_label(one.name) for one in chart.series],
         "text": texts,
         "colorscale": "Cividis",
         "hovertemplate": "%{y}, %{x}: %{z}<extra></extra>",
@@ -277,7 +277,7 @@ def _heat(chart: Chart) -> dict[str, Any]:
     }
 
 
-def plain(text: str) -> str:
+def escaped_label(text: str) -> str:
     """Return text for names, ticks and labels, escaped because Plotly interprets some markup in them (`<b>`, `<a
     href>`)."""
-    return visible(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return visible_controls(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

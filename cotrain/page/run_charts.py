@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from cotrain.board import tags
 from cotrain.page.loaded_run import LoadedRun, Number, thinned
-from cotrain.page.rendering import Chart, Part, Series, drawn, interval, joined, number, numbered, render
-from cotrain.page.run_details import differences, exactness, origin, replay
+from cotrain.page.rendering import Chart, Part, Series, drawn, interval, joined, number, numbered_series, render
+from cotrain.page.run_details import differences_section, exactness, origin, replay
 
 SeriesOf = Callable[[LoadedRun], Sequence[Series]]
 KEY = re.compile(r"(?P<name>alpha|alpha_greedy_draft)_T(?P<t>[^/]+)/(?P<domain>.+)")
@@ -23,23 +23,23 @@ def chart(series: SeriesOf, name: str, title: str, x: str, y: str, **look: Any) 
     return lambda run: Chart(f"{name}-{run.number}", title, x, y, series(run), **look)
 
 
-def by_depth(run: LoadedRun) -> list[Series]:
+def depth_chart(run: LoadedRun) -> list[Series]:
     """Return prefix and conditional acceptance, measured on the timed texts and predicted on held-out texts."""
     series = []
     for name, words in (("prefix", "accepted with all earlier"), ("conditional", "accepted given all earlier")):
-        series += numbered(f"{words}, measured", run.all("report", "acceptance", name, "measured"))
+        series += numbered_series(f"{words}, measured", run.all("report", "acceptance", name, "measured"))
         if not run.greedy:  # these figures are for drafts drawn from q
-            series += numbered(f"{words}, predicted", depths(run, f"{name}_T{run.temperature:g}/all"))
+            series += numbered_series(f"{words}, predicted", figures_by_depth(run, f"{name}_T{run.temperature:g}/all"))
     return series
 
 
-def depths(run: LoadedRun, stem: str) -> list[Number]:
+def figures_by_depth(run: LoadedRun, stem: str) -> list[Number]:
     """Return the held-out figures with the names `stem`/1, `stem`/2, ..."""
     keys = [key for key in run.held_out if re.fullmatch(re.escape(stem) + r"/\d+", key)]
     return [run.judged(key) for key in sorted(keys, key=lambda key: int(key.rpartition("/")[2]))]
 
 
-def by_domain(run: LoadedRun) -> Chart:
+def domain_chart(run: LoadedRun) -> Chart:
     """Return a chart of acceptance by the target's temperature, with a bar for each domain if there are several."""
     keys = map(KEY.fullmatch, run.held_out)
     figures = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == run.alpha]
@@ -69,13 +69,13 @@ def tau_by_length(run: LoadedRun) -> list[Series]:
     """Return tau predicted on held-out texts at each draft length, and measured at the timed one."""
     block = run.get("report", "settings", "verify") == "block"
     rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
-    predicted = (depths(run, f"{rule}_T{run.temperature:g}/all") for rule in rules)
+    predicted = (figures_by_depth(run, f"{rule}_T{run.temperature:g}/all") for rule in rules)
     measured = {
         "measured while timed": ("acceptance", "tau", "measured"),
         "measured on more tokens": ("extra", "parity", "tau_measured"),
         "predicted on those": ("extra", "parity", "tau_predicted"),
     }
-    series = numbered("predicted on held-out texts", next(filter(None, predicted), []))
+    series = numbered_series("predicted on held-out texts", next(filter(None, predicted), []))
     for name, path in measured.items():
         if run.k and (tau := run.at("report", *path)).value:
             series.append(Series(name, [run.k], [tau], mode="markers"))
@@ -85,7 +85,7 @@ def tau_by_length(run: LoadedRun) -> list[Series]:
 def speedups(run: LoadedRun, predicted: str, measured: str, **look: Any) -> list[Series]:
     """Return the speed-up without prefill: predicted from costs and acceptance at each draft length, and measured at
     the timed one. predicted, measured: names of the series. look: other fields of the predicted one."""
-    series = numbered(predicted, run.all("report", "extra", "predicted_speedups"), 0, **look)
+    series = numbered_series(predicted, run.all("report", "extra", "predicted_speedups"), 0, **look)
     ends = run.ends("report", "speedup", "decode")
     if run.k is not None and ends[0].value is not None:
         value, low, high = ([end] for end in ends)
@@ -241,7 +241,7 @@ SECTIONS: tuple[tuple[str, str, str, Sequence[Part]], ...] = (
         "no held-out figures and no counts by depth were stored: cotrain train and cotrain bench write them",
         [
             chart(
-                by_depth,
+                depth_chart,
                 "depth",
                 "Acceptance by depth",
                 "depth of the draft",
@@ -249,7 +249,7 @@ SECTIONS: tuple[tuple[str, str, str, Sequence[Part]], ...] = (
                 note="Predicted: on the held-out texts, by the token rule. Measured: with the rule that was timed.",
                 range=(0, 1),
             ),
-            by_domain,
+            domain_chart,
             chart(
                 profiles("target at", "by_draft_temperature", float),
                 "temperature",
@@ -340,7 +340,7 @@ SECTIONS: tuple[tuple[str, str, str, Sequence[Part]], ...] = (
         "differences",
         "Positions at which target and draft differ",
         "no figures by position were stored: cotrain train of this version writes them",
-        [differences],
+        [differences_section],
     ),
     (
         "replay",

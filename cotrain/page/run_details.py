@@ -27,7 +27,7 @@ PARTS = (
 )
 
 
-def differences(run: LoadedRun) -> Markup | None:
+def differences_section(run: LoadedRun) -> Markup | None:
     """Return how total variation is distributed over positions, and the contexts in which it is largest."""
     divergence = run.get("report", "extra", "divergence")
     if not divergence or not divergence["positions"]:

@@ -13,9 +13,9 @@ from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     BATCH,
     CANDIDATES,
-    candidates,
+    candidate_trees,
     fastest_tree,
-    measured,
+    measured_costs,
     plain_distributions,
     plain_texts,
     text_figures,
@@ -90,7 +90,7 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
 def costs_at(plan: Plan, rows: int) -> Costs:
     """Return the costs of rounds with this many rows, timed on this machine."""
     print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
-    return measured(plan.batched(rows), time.perf_counter() + SECONDS).costs
+    return measured_costs(plan.batched(rows), time.perf_counter() + SECONDS).costs
 
 
 def _rates(plan: Plan, texts: Emitted) -> Acceptance:
@@ -131,7 +131,7 @@ def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[i
     search, best = tree_search(plan, distributions), dict[int, TreeForecast]()
     for rows, one in chains.items():
         here = plan.batched(rows)
-        trees = candidates(search, tree_seconds(here))[:CANDIDATES]
+        trees = candidate_trees(search, tree_seconds(here))[:CANDIDATES]
         if tree := fastest_tree(here, one, distributions, trees):
             best[rows] = tree
     return best

@@ -68,7 +68,7 @@ class PlannedTau:
     errors: Sequence[float]
 
 
-def planned(file: Path) -> PlannedTau:
+def read_plan(file: Path) -> PlannedTau:
     """Return what a plan.json forecast. Raises UserError if the file is missing or is no plan."""
     if not file.is_file():
         raise UserError(
@@ -121,7 +121,7 @@ def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tup
     return tuple(given)
 
 
-def served(log: Path) -> Served:
+def served_counters(log: Path) -> Served:
     """Return the counters in a file: a Prometheus page of vLLM (`curl URL/metrics`), or JSON with `rounds`,
     `accepted_by_depth` and, if not every round drafted equally many, `drafted`. Raises UserError for other files, and
     for counters that no server can have."""

@@ -25,7 +25,7 @@ from cotrain.planning.plan import CompiledParts, Plan
 from cotrain.planning.planner import costs_of, plain_texts
 from cotrain.ranks import awaited, rank
 from cotrain.students.base import student_class
-from cotrain.students.early_exit import candidates
+from cotrain.students.early_exit import candidate_exits
 from cotrain.teacher.target_model import served
 from inference.drafts.atomic import write_atomic
 from inference.exactness.figures import Figures
@@ -118,7 +118,7 @@ def _with_one(f: Tensor) -> Tensor:
     return torch.nn.functional.pad(f.double(), (0, 1), value=1.0)
 
 
-def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
+def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
     """Return the probabilities of the target and of the linear exit after `layer`, on every second text. The exit is
     fitted on the other texts. head: from the target's last states to logits."""
     fit, judged = texts[0::2], texts[1::2]
@@ -140,7 +140,7 @@ def figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> 
 
 
 @torch.inference_mode()
-def read(
+def read_states(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
     """Return each text with its normed states after `layers`, and the target's head. vocabulary: V."""
@@ -155,7 +155,7 @@ def read(
     return rows, head
 
 
-def plan_of(job: TrainingJob, layers: int) -> Plan:
+def exit_plan(job: TrainingJob, layers: int) -> Plan:
     """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU the models are
     compiled, as in serving."""
     cfg = job.cfg
@@ -172,19 +172,19 @@ def plan_of(job: TrainingJob, layers: int) -> Plan:
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:
     """Return the rating of each exit in `candidates`, see `rated`."""
-    layers = candidates(len(decoder_layers(job.target)))
-    ends = [plan_of(job, at) for at in (layers[0], layers[-1])]
+    layers = candidate_exits(len(decoder_layers(job.target)))
+    ends = [exit_plan(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
     plan, span = ends[0], max(layers[-1] - layers[0], 1)
-    texts, head = read(plain_texts(plan), job.target, job.vocabulary, layers)
+    texts, head = read_states(plain_texts(plan), job.target, job.vocabulary, layers)
     rows = []
     for at in layers:
-        rates = acceptance(figures(at, texts, head, plan), plan.verify, max(plan.depths))
+        rates = acceptance(exit_figures(at, texts, head, plan), plan.verify, max(plan.depths))
         rows.append(rated(at, rates, between(low, high, (at - layers[0]) / span), plan.depths))
     return rows
 
 
-def planned(job: TrainingJob) -> dict[str, Any] | None:
+def plan_exits(job: TrainingJob) -> dict[str, Any] | None:
     """Choose draft.layers if it is null: set it in the job's settings, print the ratings of the exits, and return them
     with the choice. Return None if there is nothing to choose: for other kinds, if draft.layers is set, and for
     init=pretrained, which fixes the exit.
@@ -204,12 +204,12 @@ def planned(job: TrainingJob) -> dict[str, Any] | None:
         write_atomic(path, json.dumps({"layers": best["layers"], "exits": rows}) + "\n")
     plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     draft.layers = plan["layers"]
-    print("\n".join(lines(plan)))
+    print("\n".join(exit_lines(plan)))
     return plan
 
 
-def lines(plan: Mapping[str, Any]) -> list[str]:
-    """Return the ratings of the exits and the choice as lines for the user. plan: from `planned`."""
+def exit_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Return the ratings of the exits and the choice as lines for the user. plan: from `plan_exits`."""
     rows = [
         f"{one['layers']:6} {one['alpha']:10.3f} {one['cost']:6.3f} {one['k']:3} {one['tau']:5.2f} "
         f"{one['speedup']:7.2f}x"

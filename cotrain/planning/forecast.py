@@ -60,7 +60,10 @@ def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Ac
     reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
     generator = torch.Generator().manual_seed(seed)
-    samples = [figures.lengths.expand(SAMPLES, -1), *(sampled(reach, figures.lengths, generator) for reach in reaches)]
+    samples = [
+        figures.lengths.expand(SAMPLES, -1),
+        *(sampled_rounds(reach, figures.lengths, generator) for reach in reaches),
+    ]
     prefix, conditional = predict_chain.depths_from(reaches[-1], longest, figures.lengths)
     histogram = predict_chain.histogram_from(reaches[-1], figures.lengths)
     by_depth = {"prefix": prefix.tolist(), "conditional": conditional.tolist(), "histogram": histogram.tolist()}
@@ -68,7 +71,7 @@ def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Ac
     return Acceptance(calls, figures.lengths.double(), torch.stack(samples), mean_acceptance(figures), by_depth)
 
 
-def sampled(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+def sampled_rounds(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
     """Return how many rounds the texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
     `predict_chain`. lengths (N,): tokens of each text."""
     texts = torch.arange(len(lengths)).expand(SAMPLES, -1)

@@ -66,12 +66,12 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
     lengths = {rows: best.cells[t, rows].k for rows in batches}
     return {
         SCHEDULE: {"draft": best.path, "temperature": t, **schedules(lengths)},
-        PROFILE: profile(best, t, plan),
+        PROFILE: speculation_profile(best, t, plan),
         POLICY: policy_content(best.policy) | {"draft": best.path, "environment": plan["environment"]},
     }
 
 
-def profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dict[str, Any]:
+def speculation_profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. best: the
     draft. t: the temperature. plan: the content of plan.json.
 
@@ -150,7 +150,7 @@ def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
     return {"ranges": ranges, "vllm": vllm if longest else None, "tensorrt_llm": tensorrt_llm if longest else None}
 
 
-def table(drafts: Sequence[Drafted]) -> str:
+def forecast_table(drafts: Sequence[Drafted]) -> str:
     """Return the forecasts as a table, with lines for what a reader must know before using them."""
     rows = [
         [
@@ -170,10 +170,10 @@ def table(drafts: Sequence[Drafted]) -> str:
     for one in drafts:
         for (t, count), cell in one.cells.items():
             rows.append([one.path, f"{t:g}", str(count), *_columns(cell)])
-            lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in remarks(cell)]
+            lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in forecast_remarks(cell)]
         for t, rates in one.acceptance.items():
             domains = rates.by_depth.get("domains", {})
-            lines += [f"{one.path}, temperature {t:g}: {line}" for line in by_domain(domains)]
+            lines += [f"{one.path}, temperature {t:g}: {line}" for line in domain_line(domains)]
             stop = stops_paying({count: cell for (at, count), cell in one.cells.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
@@ -184,7 +184,7 @@ def table(drafts: Sequence[Drafted]) -> str:
     return "\n".join([aligned(rows, left=1), *lines])
 
 
-def by_domain(domains: Mapping[str, Any]) -> list[str]:
+def domain_line(domains: Mapping[str, Any]) -> list[str]:
     """Return a line for the user with the acceptance of each domain; [] if domains are not known. domains: see
     `drafted.by_domain`."""
     parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
@@ -204,7 +204,7 @@ def _columns(cell: Forecast) -> list[str]:
     ]
 
 
-def remarks(cell: Forecast) -> list[str]:
+def forecast_remarks(cell: Forecast) -> list[str]:
     """Return lines for the user that the table lacks: whether more texts could show a faster length, and whether a tree
     is faster."""
     tree, lines = cell.tree, []

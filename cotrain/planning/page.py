@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from cotrain.page.html_page import document
 from cotrain.page.loaded_run import Number
-from cotrain.page.rendering import Chart, Section, Series, drawn, interval, joined, number, table
+from cotrain.page.rendering import Chart, Section, Series, drawn, html_table, interval, joined, number
 from cotrain.planning.forecast import SIGMAS
 from cotrain.planning.timed import arms_of
 
@@ -25,7 +25,7 @@ class Planned:
     partial: bool = False
 
 
-def page(plan: Mapping[str, Any]) -> str:
+def plan_page(plan: Mapping[str, Any]) -> str:
     """Return the HTML page of a plan. plan: the content of plan.json."""
     cells, best = plan["cells"], plan["recommended"]
     names = _names([cell["draft"] for cell in cells])
@@ -88,7 +88,7 @@ def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -
         "Batch alone: no prompts wait for the slots of rows that have ended. Break-even: the acceptance above which "
         "some length pays."
     )
-    return table(head, rows, note)
+    return html_table(head, rows, note)
 
 
 def _by_length(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Chart]:
@@ -130,7 +130,7 @@ def _by_domain(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> Marku
             for domain, one in profile.get("domains", {}).items():
                 depths = ", ".join(f"{value:.2f}" for value in one["conditional"])
                 rows.append([f"{names[draft]}, T {t}, {domain}", one["texts"], number(Number(one["alpha"])), depths])
-    return table(["", "texts", "mean acceptance", "by depth"], rows) if rows else None
+    return html_table(["", "texts", "mean acceptance", "by depth"], rows) if rows else None
 
 
 def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
@@ -148,4 +148,4 @@ def _measured(cells: Sequence[Mapping[str, Any]]) -> Markup | None:
                     number(Number(arm.get("tau"))),
                 ]
             )
-    return table(["", "speed-up", "decoding alone", "forecast", "tau"], rows) if rows else None
+    return html_table(["", "speed-up", "decoding alone", "forecast", "tau"], rows) if rows else None

@@ -23,14 +23,14 @@ from inference.measure.costs import (
     Costs,
     RealRound,
     calibrated,
-    joined,
+    joined_costs,
     measure_costs,
     measure_rounds,
     spans_of,
 )
 from inference.measure.timing import Interval, interleave
 from inference.measure.tree_plan import Distributions, Search, distributions_of, distributions_of_rounds, reach_under
-from inference.measure.tree_shapes import Seconds, fitted, probes
+from inference.measure.tree_shapes import Seconds, fitted_seconds, probes
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.proposers import kind_of
@@ -77,13 +77,13 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
     compiled.
     """
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
-    eager, now = measured(plan, until), time.perf_counter()
+    eager, now = measured_costs(plan, until), time.perf_counter()
     if not plan.bench.compile and plan.target.device.type != "cuda":
         return plan, eager
     if now + (now - began) > until:  # the compiled measurement takes as long again
         print("bench: nothing is compiled, since there is no time to measure it: raise bench.minutes=")
         return plan, eager
-    both = eager, measured(replace(plan, compiled=CompiledParts(True, True, True)), until)
+    both = eager, measured_costs(replace(plan, compiled=CompiledParts(True, True, True)), until)
     k = sorted(plan.depths)[len(plan.depths) // 2]
     parts: tuple[Callable[[Costs], float], ...] = (
         lambda costs: costs.target[0],
@@ -94,11 +94,13 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
     plan = replace(plan, compiled=faster)
     if len(set(faster)) == 1:
         return plan, both[faster.plain]
-    mixed = MeasuredCosts(both[0].costs, joined(*(both[on].alone for on in faster)), {})  # rounds of it are not known
+    mixed = MeasuredCosts(
+        both[0].costs, joined_costs(*(both[on].alone for on in faster)), {}
+    )  # rounds of it are not known
     return plan, mixed.at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
-def measured(plan: Plan, until: float = inf) -> MeasuredCosts:
+def measured_costs(plan: Plan, until: float = inf) -> MeasuredCosts:
     """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: as in
     `choose_compiled`."""
     table = costs_of(plan)
@@ -180,7 +182,7 @@ def plan_draft(
     rates = measure_acceptance(plan, texts)
     chains, costs = plan_length(plan, costs, rates, until)
     if 1 < rows <= len(rates.lengths):
-        one_row = measured(plan.batched(1), until).costs.rounds
+        one_row = measured_costs(plan.batched(1), until).costs.rounds
         chains, costs = plan_length(plan, costs, rates, until, one_row)
     tree = best_tree(given, chains, texts, until)
     served = tree is not None and (plan.planned is not None or tree.gain > 0)
@@ -235,7 +237,7 @@ def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) 
         return None
     trees: list[PlannedTree] = []
     if plan.bench.trees:
-        trees = candidates(tree_search(plan, distributions), tree_seconds(plan, until))[:CANDIDATES]
+        trees = candidate_trees(tree_search(plan, distributions), tree_seconds(plan, until))[:CANDIDATES]
     trees += [given] if given is not None and given not in trees else []
     return fastest_tree(plan, chains, distributions, trees, until, in_turn=True)
 
@@ -303,7 +305,7 @@ def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_of(plan, trees, until)
-    return fitted(costs_of(plan, most), {tuple(tree.parents): rounds[tree] for tree in trees})
+    return fitted_seconds(costs_of(plan, most), {tuple(tree.parents): rounds[tree] for tree in trees})
 
 
 def tree_search(plan: Plan, distributions: Distributions) -> Search:
@@ -314,7 +316,7 @@ def tree_search(plan: Plan, distributions: Distributions) -> Search:
     return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
 
 
-def candidates(search: Search, seconds: Seconds) -> list[PlannedTree]:
+def candidate_trees(search: Search, seconds: Seconds) -> list[PlannedTree]:
     """Return the best tree for each rule and way to choose children, the one of the fewest seconds per token first."""
     return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 

@@ -67,7 +67,7 @@ def opening(template: Template) -> Opening:
     """
     tokenizer, ends = template.tokenizer, frozenset(template.ends)
     if tokenizer.chat_template is None:
-        return Opening([start_token(tokenizer)], ends, special=special_ids(tokenizer))
+        return Opening([start_token(tokenizer)], ends, special=template_ids(tokenizer))
     try:
         text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
     except ValueError as error:
@@ -83,7 +83,7 @@ def opening(template: Template) -> Opening:
     # a space belongs to the first word that follows it
     ids, after = template.ids(before.rstrip(" ")), after.strip()
     closing = template.ids(after)[:1]
-    special = special_ids(tokenizer)
+    special = template_ids(tokenizer)
     if closing and closing[0] in special:
         ends, after = ends | {closing[0]}, ""
     return Opening(ids or [start_token(tokenizer)], ends, after.split("\n")[0].strip(), True, special)
@@ -101,7 +101,7 @@ def unended(template: Template) -> str | None:
     except ValueError:
         return None
     closing = template.ids(after)[:1]
-    end = closing and closing[0] in special_ids(template.tokenizer) - frozenset(template.ends)
+    end = closing and closing[0] in template_ids(template.tokenizer) - frozenset(template.ends)
     return str(template.tokenizer.decode(closing)) if end else None
 
 
@@ -151,7 +151,7 @@ class SelfPrompts:
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             write_atomic(about, json.dumps(self._origin() | {"counts": counts}, indent=2) + "\n")
             self._partial.unlink(missing_ok=True)
-        (say or print)(line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
+        (say or print)(counts_line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
         return self.path
 
     @property
@@ -184,7 +184,8 @@ class SelfPrompts:
         return same and (enough or stored["wanted"] == asked["wanted"])
 
     def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for `line`."""
+        """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for
+        `counts_line`."""
         opened = opening(self.template)
         sampling = Sampling(1.0, stop_ids=tuple(sorted(opened.ends)), stop=(opened.close,) if opened.close else ())
         first = self._missing(Counter())
@@ -204,7 +205,7 @@ class SelfPrompts:
                 title="prompts of the target",
             )
             rows, dropped = filtered([row["completion"] for row in sampled], opened, self.template, self.tokens)
-            splits = Counter(splits_of([content(row) for row in rows]))
+            splits = Counter(splits_of([split_content(row) for row in rows]))
             missing = self._missing(splits)
             if not missing or asked >= most or len(sampled) < asked:
                 break
@@ -217,8 +218,8 @@ class SelfPrompts:
         }
         if lacking := [split for split in SPLITS if self.wanted[split] and not splits[split]]:
             raise UserError(
-                f"{line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or minutes=, or set "
-                "data.path= to a file of prompts"
+                f"{counts_line(counts)}; none for the split {', '.join(lacking)}: raise rollout.texts= or minutes=, or "
+                "set data.path= to a file of prompts"
             )
         return rows, counts
 
@@ -279,17 +280,17 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
     return said | {"domain": SELF}
 
 
-def content(row: Mapping[str, Any]) -> str:
+def split_content(row: Mapping[str, Any]) -> str:
     """Return the text that decides the split of a row, as for rows of data.path."""
     return Reader(templated="messages" in row).row(row).opening
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def template_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the ids of the tokens that only templates write."""
     return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def line(counts: Mapping[str, Any]) -> str:
+def counts_line(counts: Mapping[str, Any]) -> str:
     """Return a line for the user: how many prompts were sampled, kept and dropped. counts: as `SelfPrompts` stores
     them."""
     dropped = [f"{count} {name}" for name, count in counts["dropped"].items() if count]

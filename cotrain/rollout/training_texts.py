@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.console import Say
-from cotrain.data.fingerprints import identity, said
+from cotrain.data.fingerprints import identity, said_differences
 from cotrain.data.prompt_rows import PromptRows, Row
 from cotrain.data.texts import NO_ID, Texts
 from cotrain.errors import UserError
@@ -276,7 +276,7 @@ class Sampled:
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
-        return f"{beside(path, 'parquet')}: {said(stored, self._manifest(kind, sampling, part))}"
+        return f"{beside(path, 'parquet')}: {said_differences(stored, self._manifest(kind, sampling, part))}"
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:

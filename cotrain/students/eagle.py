@@ -21,7 +21,7 @@ from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned, chosen, numbers, sent
 from cotrain.students.base import Guess, Seen, Student
-from cotrain.students.independent import plain, pretrained_network, refuse_sizes
+from cotrain.students.independent import plain_tensors, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
 from inference.models.llama import has_kernel
 from inference.models.pretrained import id_of, length_of
@@ -353,7 +353,7 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
             f"init.layers={list(layers)}: the last one is not one of the target's {count} layers: set it from 0 to "
             f"{count - 1}, for example init.layers=[{count - 1}]"
         )
-    source, prefix = plain(target), f"layers.{layers[-1] % count}."
+    source, prefix = plain_tensors(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}
     for part in PARTS:
         ours, theirs = layer.get_parameter(f"{part}.weight"), named.get(f"{part}.weight")
@@ -372,7 +372,7 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
 def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, target: PreTrainedModel) -> None:
     """Copy the target's last norm into the network, in place, and set `fc` so that it returns the highest features.
     norm: the weight for `hidden_norm`, which scales these features."""
-    source, width = plain(target), network.config.hidden_size
+    source, width = plain_tensors(target), network.config.hidden_size
     hidden_norm.get_parameter("weight").copy_(norm)
     network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)
     norms = [weight for name, weight in source.items() if name.endswith(".norm.weight") and weight.shape == (width,)]

@@ -27,7 +27,7 @@ from inference.models.pretrained import decoder_layers, sliding_window
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, learning, untrained_exit
 
 MOST = 15  # the largest number of exits to choose from if draft.layers is null
-ROUNDS = "cotrain_rounds"  # transformers' name for `attention`
+ROUNDS = "cotrain_rounds"  # transformers' name for `attend_rounds`
 
 
 class EarlyExitStudent(Student):
@@ -46,7 +46,7 @@ class EarlyExitStudent(Student):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
-        the folder draft.path. If draft.layers is null, it is the last of `candidates`, the largest draft. Raises
+        the folder draft.path. If draft.layers is null, it is the last of `candidate_exits`, the largest draft. Raises
         ValueError naming the key to change."""
         if draft.depths is None:
             raise ValueError(
@@ -58,7 +58,7 @@ class EarlyExitStudent(Student):
             network.config.depths = draft.depths
             return network
         _refuse_windows(target, draft.rank)
-        layers = draft.layers or candidates(len(decoder_layers(target)))[-1]
+        layers = draft.layers or candidate_exits(len(decoder_layers(target)))[-1]
         try:
             return untrained_exit(target, layers, draft.rank, draft.depths)
         except ValueError as error:
@@ -111,7 +111,7 @@ class EarlyExitStudent(Student):
         """Return the model that reads its first T columns as the target does, and all later ones with the exit's
         changed layers. The model of the last T is cached."""
         if self.rounds is None or self.rounds[0] != T:
-            AttentionInterface.register(ROUNDS, attention)
+            AttentionInterface.register(ROUNDS, attend_rounds)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
             model.config.get_text_config()._attn_implementation = ROUNDS
             self.rounds = T, model
@@ -130,7 +130,7 @@ class EarlyExitStudent(Student):
         return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
 
 
-def candidates(total: int) -> list[int]:
+def candidate_exits(total: int) -> list[int]:
     """Return the exits to choose from in a target of `total` decoder layers, as numbers of layers below the exit: one
     after each layer but the last, or MOST that are evenly spread, if there are more. Raises ValueError for a target of
     one layer."""
@@ -178,7 +178,7 @@ class _Copies(NamedTuple):
     v: Tensor
 
 
-def attention(
+def attend_rounds(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

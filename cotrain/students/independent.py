@@ -43,8 +43,8 @@ from inference.models.pretrained import (
     id_of,
     layers_of,
     length_of,
-    quantised,
     refuse_unsupported,
+    weights_quantisation,
 )
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
@@ -289,14 +289,14 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
         _shape_decoder(config, len(chosen), encoder_layers)
     else:
         config.num_hidden_layers = len(chosen)
-    if settings := quantised(config):
+    if settings := weights_quantisation(config):
         config.tie_word_embeddings = settings.get(TIED, config.tie_word_embeddings)
         del config.quantization_config  # a draft trains in full precision
     kinds = config.to_dict().get("layer_types")
     if kinds:
         config.layer_types = [kinds[layer] for layer in chosen]
     draft = auto_class(config).from_config(config, dtype=torch.float32)
-    source, state = plain(target), {}
+    source, state = plain_tensors(target), {}
     for name, value in draft.state_dict().items():
         # the encoder's first layers stay, and so does T5's position bias, which only a first layer has
         stays = encodes and (name.startswith(ENCODERS) or BIAS in name)
@@ -336,7 +336,7 @@ def _no_dropout(config: PretrainedConfig) -> dict[str, float]:
     return {key: 0.0 for key in DROPOUT if getattr(config, key, None)}
 
 
-def plain(target: PreTrainedModel) -> dict[str, Tensor]:
+def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
     """Return the target's tensors by name. Weights that bitsandbytes has quantised are dequantised, and active adapters
     are added to the weights."""
     state = target.state_dict()  # on a CPU this also unpacks 4-bit weights

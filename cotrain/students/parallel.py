@@ -126,7 +126,7 @@ class ParallelStudent(IndependentStudent):
         positions = torch.arange(length).expand(rows, -1) if position_ids is None else position_ids
         texts = None if position_ids is None else sent(segments(positions), device)
         ids, positions, masks = sent(ids, device), sent(positions, device), masks.to(device)
-        attention_mask = visible(masks, length, texts)
+        attention_mask = mask_visibility(masks, length, texts)
         if self.network.config._attn_implementation != "sdpa":
             attention_mask = additive(attention_mask, self.network.dtype)
         states: Tensor = self.network.base_model(
@@ -231,7 +231,7 @@ class PEagleStudent(EagleStudent):
         theirs = network.features(seen.states)[:, : length - 1]
         ours = network.mask_features().expand(rows, len(masks.start), -1)
         positions = torch.cat([rounds.positions, rounds.positions[:, masks.start] + masks.depth], 1)
-        attend = attend_under(visible(masks, length - 1, text), network.groups, network.scale)
+        attend = attend_under(mask_visibility(masks, length - 1, text), network.groups, network.scale)
         features = torch.cat([theirs, ours], 1)
         outputs = network.layer(self.embedded(tokens), features, *network.angles(positions), attend)
         states: Tensor = network.norm(outputs)
@@ -337,7 +337,7 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
     return at[same], of_masks[same]
 
 
-def visible(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
+def mask_visibility(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
     """Return the attention mask (B or 1, 1, L, L) bool. A token attends to tokens up to itself. A mask attends to
     tokens up to its start, and to the masks of that start up to its own depth.
 

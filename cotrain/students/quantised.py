@@ -89,14 +89,14 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 
 @torch.no_grad()
-def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
+def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     """Return a copy of a draft whose projections, and in int8 also its head, are rounded as when served.
 
     In nf4 bitsandbytes does not round the head. Embeddings are never rounded, not even those that share their weights
     with the head.
     """
     network = copy.deepcopy(draft)
-    for weight in projections(network).values():
+    for weight in draft_projections(network).values():
         weight.copy_(quantised(weight, quantisation))
     if quantisation == "int8":
         for part in linears(network.get_output_embeddings()):  # new tensors: embeddings tied to the head stay whole
@@ -104,7 +104,7 @@ def rounded(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
     return network
 
 
-def projections(draft: PreTrainedModel) -> dict[str, Tensor]:
+def draft_projections(draft: PreTrainedModel) -> dict[str, Tensor]:
     """Return the weights of the draft's linear layers by name, without those of the head and of the Markov head."""
     heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
@@ -119,7 +119,7 @@ def _heads(draft: PreTrainedModel) -> list[nn.Linear]:
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
     """Raise ValueError, beginning with `key`, for a draft with matrices outside of `nn.Linear`, such as those of GPT-2
     or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
-    known = {id(weight) for weight in projections(draft).values()}
+    known = {id(weight) for weight in draft_projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
     known |= {id(part.weight) for part in _heads(draft)}
     others = [name for name, weight in draft.named_parameters() if weight.ndim > 1 and id(weight) not in known]

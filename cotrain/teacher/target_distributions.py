@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, over_positions, served
+from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, over_positions, served_logs
 from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked
 from cotrain.teacher.target_model import Head
 
@@ -30,7 +30,7 @@ class FromStates:
     trained: bool = False
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        logs = served(log_probs(self.head(chosen(self.states, at)), temperature), temperature, truncate)
+        logs = served_logs(log_probs(self.head(chosen(self.states, at)), temperature), temperature, truncate)
         return logs if pruned is None else with_rest(logs, pruned.ids)
 
 

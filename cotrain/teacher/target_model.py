@@ -31,7 +31,7 @@ from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, id_of, layers_of, quantised, tapped, widened
+from inference.models.pretrained import auto_class, head_of, id_of, layers_of, tapped, weights_quantisation, widened
 from inference.models.quantisation import options_of, refuse_quantisation, unpack
 
 # ids (B, T), position_ids (B, T) or None, source (B, S) or None -> last hidden states (B, T, D). A model with an
@@ -110,7 +110,7 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     except ImportError as error:
         raise ValueError("target.adapter: it needs peft: pip install 'cotrain[adapter]'") from error
     try:
-        if quantised(model.config):
+        if weights_quantisation(model.config):
             model.load_adapter(adapter)
             return model.eval().requires_grad_(False)
         merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
-from cotrain.data.texts import Texts, joined, none, shared
+from cotrain.data.texts import Texts, joined_texts, none, shared_texts
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
@@ -87,12 +87,12 @@ def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Text
     given = cfg.draft.temperatures or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
     sampled = [_sampled(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
-    return corpus, joined(sampled)
+    return corpus, joined_texts(sampled)
 
 
 def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) -> Texts:
     texts = job.texts("train", temperature, Share(i, job.cfg.rollout.rounds), by)
-    return shared(texts, shares_of(job.cfg))
+    return shared_texts(texts, shares_of(job.cfg))
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:

@@ -22,7 +22,7 @@ from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.ranks import rank
-from cotrain.students.quantised import projections, quantised
+from cotrain.students.quantised import draft_projections, quantised
 from cotrain.training.distributed import ends_step, rest, within
 from cotrain.training.interrupts import validates
 from cotrain.training.module import alpha_of, tau_of
@@ -227,7 +227,7 @@ class QuantisationAware(SwapWeights):
 
     @torch.no_grad()
     def weights(self, module: Any) -> dict[str, Tensor]:
-        return {f"{name}.weight": quantised(weight, self.kind) for name, weight in projections(module).items()}
+        return {f"{name}.weight": quantised(weight, self.kind) for name, weight in draft_projections(module).items()}
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         self.show(module)

@@ -76,7 +76,7 @@ class StepCounts:
     tokens: Tensor
 
 
-def sampled(batch: Batch) -> Tensor:
+def sampled_mask(batch: Batch) -> Tensor:
     """Return (B, T-1) bool: whether the target sampled the next token. By default it sampled every predicted token."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
@@ -84,7 +84,7 @@ def sampled(batch: Batch) -> Tensor:
 
 def counted(batch: Batch) -> Tensor:
     """Return the numbers of positions in the loss and of sampled tokens of a batch, (2,) float32."""
-    return torch.stack([batch["predicted"].sum(), sampled(batch).sum()]).float()
+    return torch.stack([batch["predicted"].sum(), sampled_mask(batch).sum()]).float()
 
 
 def divisors(total: Tensor, batches: int) -> StepCounts:

@@ -22,7 +22,7 @@ from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows, Source
-from cotrain.data.sources import pack, prompt_origin, sources_apart
+from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
@@ -106,7 +106,7 @@ class Job:
         by: what samples texts that are not on disk; None: the target without a draft, or the server rollout.url=."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
-            sampled(self.cfg, self.target, self.tokenizer, folder),
+            sampled_texts(self.cfg, self.target, self.tokenizer, folder),
             identity=self.identity,
             minutes=self.cfg.minutes,
             seconds=self.deadline.sampling(self.cfg),
@@ -159,7 +159,7 @@ class Job:
             self.texts_given[split] = (
                 logged(source, asked(self.cfg), split, self.cfg.rollout.seed, start_of(self.target))
                 if isinstance(source, PromptRows)
-                else of_blocks(pack(source.texts, self.tokenizer, self.cfg.data.block))
+                else of_blocks(pack_blocks(source.texts, self.tokenizer, self.cfg.data.block))
             )
         return self.texts_given[split]
 
@@ -167,7 +167,7 @@ class Job:
         """Return texts of the target for a split, at a temperature. They are the user's if data.on_target=true, `chats`
         holds and the temperature is the regime's; else they are sampled.
         part: the part of the prompts that is sampled, one of rollout.rounds.
-        by: as in `sampled`."""
+        by: as in `sampled_texts`."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(split)
@@ -202,7 +202,7 @@ class Job:
         )
 
 
-def sampled(
+def sampled_texts(
     cfg: TrainConfig | RolloutConfig,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,

@@ -40,7 +40,7 @@ from cotrain.data.texts import Texts
 from cotrain.errors import UserError, user_errors
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.evaluation.held_out import held_out as read_held_out
-from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, figures, movement
+from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, movement, movement_figures
 from cotrain.losses import divergences
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Own, Sampler
@@ -53,7 +53,7 @@ from cotrain.training.assembly import trained_by
 from cotrain.training.deadline import Deadline
 from cotrain.training.distributed import StepCounts
 from cotrain.training.fit import phases_of
-from cotrain.training.job import Job, models, sampled, settle
+from cotrain.training.job import Job, models, sampled_texts, settle
 from cotrain.training.module import Distillation
 from cotrain.training.preconditions import RunOutline, refuse_given
 from cotrain.training.results import unmeasured
@@ -64,7 +64,7 @@ from inference.drafts.atomic import new_folder, write_atomic
 from inference.drafts.moved_target import IDENTITY, MOVED, said
 from inference.models.passes import LAST
 from inference.models.pretrained import cast as cast_to
-from inference.models.pretrained import quantised
+from inference.models.pretrained import weights_quantisation
 from inference.sampling import wide
 
 AIM = 0.8  # of epsilon: the KL that the multiplier steers to, which leaves room for the confidence interval
@@ -84,8 +84,8 @@ def joint(
 ) -> dict[str, Any]:
     """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
 
-    cfg: settings that `preconditions.require` and `refuse` have checked. sources: the user's texts by split, if they
-    have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the original
+    cfg: settings that `preconditions.require` and `refuse_joint` have checked. sources: the user's texts by split, if
+    they have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the original
     is not certified to be within joint.epsilon, unless joint.uncertified=true.
     """
     prompts, place = None, folder / TARGET
@@ -102,7 +102,7 @@ def joint(
         awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
     refuse_uncertified(cfg, place)
     texts = partial(original_texts, cfg, folder)
-    return train(serving(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
+    return train(serving_settings(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
 
 
 def rollouts(cfg: TrainConfig, folder: Path) -> Path:
@@ -120,7 +120,7 @@ def original_texts(
     target: the moved one. Reading the texts raises UserError if they are no longer on disk.
     """
     place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
-    texts = sampled(cfg, target, tokenizer, place)
+    texts = sampled_texts(cfg, target, tokenizer, place)
     return replace(texts, identity=about[IDENTITY], by=partial(_refuse_sampling, place))
 
 
@@ -132,7 +132,7 @@ def _refuse_sampling(place: Path) -> Sampler:
     )
 
 
-def refuse(cfg: TrainConfig, known: RunOutline) -> None:
+def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
     """Raise UserError, naming the key, for settings that joint training does not support. known: see
     `preconditions.require`."""
     if find_spec("peft") is None:
@@ -149,7 +149,7 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
         ("trainer.minutes", cfg.trainer.minutes, "joint training is counted in steps: set trainer.minutes=null"),
         (
             "target.adapter",
-            cfg.target.adapter and (cfg.quantisation.kind != "none" or quantised(known.target.config)),
+            cfg.target.adapter and (cfg.quantisation.kind != "none" or weights_quantisation(known.target.config)),
             "the target is quantised: merge the adapter into an unquantised checkpoint and give it as target.path=",
         ),
         (
@@ -174,13 +174,13 @@ def refuse(cfg: TrainConfig, known: RunOutline) -> None:
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
         phases_of(second, trainer.steps // trainer.validations)
-        for stage in ([warming(cfg)] if cfg.joint.warm_steps else []) + [serving(cfg, Path(cfg.output))]:
+        for stage in ([warming(cfg)] if cfg.joint.warm_steps else []) + [serving_settings(cfg, Path(cfg.output))]:
             refuse_given(stage)  # a loss may apply to the user's texts in one stage alone
 
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
     """Raise UserError if the moved target in the folder `place` is not certified, unless joint.uncertified=true."""
-    about = moved_target.about(str(place))
+    about = moved_target.movement_of(str(place))
     assert about is not None
     if not about["certified"] and not cfg.joint.uncertified:
         raise UserError(
@@ -220,7 +220,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     return second
 
 
-def serving(cfg: TrainConfig, folder: Path) -> TrainConfig:
+def serving_settings(cfg: TrainConfig, folder: Path) -> TrainConfig:
     """Return the settings of the last stage: the draft learns from the moved target for trainer.steps= steps. folder:
     of the run."""
     last = copy.deepcopy(cfg)
@@ -374,7 +374,7 @@ class JointTraining(Distillation):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def adapted(target: PreTrainedModel, rank: int) -> Any:
+def add_lora(target: PreTrainedModel, rank: int) -> Any:
     """Put a LoRA adapter (Hu et al. 2021, 2106.09685) into every projection of the target, in place, and return peft's
     model around it. The new adapter does not change what the target computes. rank: of the adapter's matrices."""
     from peft import LoraConfig, get_peft_model
@@ -428,14 +428,16 @@ class SecondStage:
         temperature."""
         cfg, target = self.cfg, job.target
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
-            stored = replace(sampled(cfg, target, job.tokenizer, rollouts(cfg, self.folder)), identity=job.identity)
+            stored = replace(
+                sampled_texts(cfg, target, job.tokenizer, rollouts(cfg, self.folder)), identity=job.identity
+            )
             sets = {
                 "train": learnt(cfg),
                 "held_out": judged(cfg),
             }  # the moved one continues the latter
             for kind, temperature in ((kind, t) for kind, some in sets.items() for t in some):
                 stored.texts(kind, sampling(cfg.regime, temperature), partial(job.source, kind))
-        self.wrapped = adapted(target, cfg.joint.rank)
+        self.wrapped = add_lora(target, cfg.joint.rank)
         student = student.of(student.network)  # with the layers that have the adapter now
         adapter = [p for p in self.wrapped.parameters() if p.requires_grad]
         return trained_by(job, student, held_out, partial(JointTraining, adapter=adapter, settings=cfg.joint))
@@ -472,7 +474,7 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
             file=sys.stderr,
         )
     with new_folder(place, replace=True) as new:
-        if quantised(job.target.config):
+        if weights_quantisation(job.target.config):
             wrapped.save_pretrained(new)
             again.target.adapter = str(new)
         else:
@@ -509,10 +511,13 @@ def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -
 
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
-    """Return the entries of `moved_target.about`. parts: the movement on each set of texts, by name. The bound is the
-    largest of the sets' bounds; each is computed with its part of the risk, so that all hold together."""
+    """Return the entries of `moved_target.movement_of`. parts: the movement on each set of texts, by name. The bound is
+    the largest of the sets' bounds; each is computed with its part of the risk, so that all hold together."""
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
-    each = {name: figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids))) for name, part in parts.items()}
+    each = {
+        name: movement_figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids)))
+        for name, part in parts.items()
+    }
     bound = max(one["bound"] for one in each.values())
     return {
         "original": job.cfg.target.path,

@@ -23,7 +23,7 @@ from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores, evaluate, figures
 from cotrain.evaluation.profile import profile
 from cotrain.losses.batch import LossBatch, shares
-from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, positions
+from cotrain.losses.chunked import Statistics, TargetDistributions, Truncate, chunk_positions
 from cotrain.losses.guess import draftable
 from cotrain.losses.spec import LossSpec
 from cotrain.ranks import rank
@@ -39,7 +39,7 @@ from cotrain.training.distributed import (
     ends_step,
     gathered,
     rest,
-    sampled,
+    sampled_mask,
     sharded,
     within,
 )
@@ -164,7 +164,7 @@ class Distillation(lightning.LightningModule):
     optimizer, scheduler: factories; the first is called with the draft, the second with the optimiser.
     held_out: texts sampled from the target, by temperature, on which every validation evaluates the draft.
     temperature, truncate: the regime, see `chunked`.
-    chunk: guesses whose distributions are in memory at once; by default `chunked.positions`.
+    chunk: guesses whose distributions are in memory at once; by default `chunked.chunk_positions`.
     remember: bytes of memory in which the target's states are cached.
     k: draft length of the sequence losses.
     seed: seed of a student's random choices.
@@ -197,7 +197,7 @@ class Distillation(lightning.LightningModule):
         self.make_optimizer, self.make_scheduler, self.held_out = optimizer, scheduler, held_out
         self.temperature, self.truncate, self.decay = temperature, truncate, decay
         vocabulary = student.vocabulary or target.config.get_text_config().vocab_size
-        self.chunk = chunk or positions(vocabulary, target.device.type)
+        self.chunk = chunk or chunk_positions(vocabulary, target.device.type)
         self.k, self.seed, self.progress = k, seed, progress
         self.unread: list[tuple[int, Tensor, dict[str, Any]]] = []  # steps, losses and batches, see `require_finite`
         self.batch_sums: dict[str, Tensor] = {}  # sums over the batches of the current step
@@ -275,7 +275,7 @@ class Distillation(lightning.LightningModule):
         ids (B, T), predicted (B, T-1) bool: the tokens in the loss, key (B,): the number of each text, temperature
         (B,).
         position_ids (B, T): only if texts are packed. source (B, S): only if texts have sources. sampled (B, T-1) bool:
-        see `distributed.sampled`.
+        see `distributed.sampled_mask`.
         counts, group: only if a step has several batches, see `distributed.Grouped`.
         """
         if not self.batch_sums:
@@ -290,11 +290,13 @@ class Distillation(lightning.LightningModule):
             guesses = [guess.whole() for guess in guesses]
         distributions: TargetDistributions = self.distributions(record)
         if len(guesses) > 1 or spec.sequence or spec.weighted:  # else each distribution is read once
-            counted_positions = pad(host["predicted"] | sampled(host), (0, 1))
+            counted_positions = pad(host["predicted"] | sampled_mask(host), (0, 1))
             distributions = remembered(
                 distributions, guesses, counted_positions, host["temperature"], self.truncate, self.chunk
             )
-        asked = LossBatch(distributions, batch["ids"], host["temperature"], sampled(host), self.truncate, self.chunk)
+        asked = LossBatch(
+            distributions, batch["ids"], host["temperature"], sampled_mask(host), self.truncate, self.chunk
+        )
         logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()

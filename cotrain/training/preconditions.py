@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from cotrain.board.curves import WANDB
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
-from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said
+from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_rows
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
 from cotrain.data.sources import refuse_short, sources_apart
 from cotrain.data.splits import SPLITS, apart
@@ -48,7 +48,7 @@ from inference.drafts.weight_files import building, refuse_other_sizes, weight_f
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
-from inference.models.pretrained import auto_class, layers_of, positions_of, quantisation_of, refuse_unsupported
+from inference.models.pretrained import auto_class, layers_of, longest_text, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
 from inference.proposers.retrieval import Retrieval
 from inference.servers.openai_client import Client
@@ -76,8 +76,8 @@ def require(cfg: TrainConfig) -> RunOutline:
     """Check, before any weight is loaded, everything that would stop the run later. Return the models without weights,
     and the texts. May set `rollout.prompt_tokens` in `cfg`. Raises UserError naming the key to change.
 
-    Two things are checked elsewhere: `run_folder.refuse` checks the output folder, and whether the embedded corpora
-    have enough prompts is known only once they are read.
+    Two things are checked elsewhere: `run_folder.refuse_folder` checks the output folder, and whether the embedded
+    corpora have enough prompts is known only once they are read.
     """
     with user_errors():
         _settings(cfg)
@@ -127,7 +127,7 @@ def _refuse_given_texts(
         if isinstance(texts, PromptRows):
             completed(texts, asked(cfg), split, cfg.rollout.seed)
             continue
-        if cfg.data.block > (longest := positions_of(target.config)):
+        if cfg.data.block > (longest := longest_text(target.config)):
             raise UserError(
                 f"data.block={cfg.data.block}: the target reads texts of at most {longest} tokens: "
                 f"set data.block={longest} or less"
@@ -506,11 +506,11 @@ def fill_prompt_tokens(
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
         after = 0 if target.config.is_encoder_decoder else max(cfg.rollout.new_tokens, measured)
-        room = positions_of(target.config) - after
+        room = longest_text(target.config) - after
         if room < 1:
             key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
             raise UserError(
-                f"{key}={after}: the target's context has {positions_of(target.config)} tokens, and prompts need some "
+                f"{key}={after}: the target's context has {longest_text(target.config)} tokens, and prompts need some "
                 "of them: lower it"
             )
         others = [texts for split, texts in sources.items() if split != "train"]
@@ -562,7 +562,7 @@ def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]
     ask = cfg.rollout
     _refuse_template(cfg, sources["train"].rendered)
     if not rank():
-        lines = said(sources, ask.prompt_tokens)
+        lines = said_of_rows(sources, ask.prompt_tokens)
         print(*lines, *shown(cfg, sources["train"], tokenizer), *_counts(cfg, sources["train"]), sep="\n")
     for split, count in (("train", ask.texts), ("held_out", ask.held_out_texts)):
         if not (cfg.data.on_target and isinstance(sources[split], PromptRows)):
@@ -612,7 +612,7 @@ def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
 def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) -> None:
     """Raise UserError if the texts to sample, to learn from or to time exceed the context of target or draft."""
     ask, size = cfg.rollout, cfg.bench
-    long, short = positions_of(target.config), positions_of(draft.config)
+    long, short = longest_text(target.config), longest_text(draft.config)
     start = start_of(target)
     fits("rollout.prompt_tokens", ask.prompt_tokens, "rollout.new_tokens", ask.new_tokens, long, start)
     if cfg.measure:

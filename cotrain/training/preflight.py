@@ -21,7 +21,7 @@ from cotrain.config.settings import TrainConfig, from_target, judged, learnt
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import source_of
 from cotrain.errors import UserError
-from cotrain.losses.chunked import positions
+from cotrain.losses.chunked import chunk_positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
@@ -81,10 +81,10 @@ class MachineSpeed:
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
-def check(cfg: TrainConfig, known: RunOutline) -> list[str]:
+def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     """Return lines for the user about a run that `require` accepts. Raises UserError, naming the keys, if there is too
     little memory or disk."""
-    need, rows = estimate(cfg, known), known.target.config.get_text_config().vocab_size
+    need, rows = estimate_need(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
@@ -136,7 +136,7 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
 # --- memory and disk
 
 
-def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
+def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     """Return what a run needs. Sampling and training do not overlap, so the larger of the two counts. To certify, a
     joint training has three targets in memory: the trained one, and the original and the moved one as they are loaded
     again."""
@@ -145,7 +145,7 @@ def estimate(cfg: TrainConfig, known: RunOutline) -> Need:
     tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
-        min(tokens, positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
+        min(tokens, chunk_positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
     )  # those of a chunk, forward and backward
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
@@ -216,7 +216,7 @@ def _existing(path: Path) -> Path:
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     """Return how long each phase of a run takes, if no text of an earlier run can be used again."""
-    machine = measured()
+    machine = machine_speed()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
     held = _count(cfg, known, "held_out")
@@ -263,7 +263,7 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
     return most * len(domains(cfg, known.target, known.sources, split)) * sets
 
 
-def measured(size: int = 1024, repeats: int = 3) -> MachineSpeed:
+def machine_speed(size: int = 1024, repeats: int = 3) -> MachineSpeed:
     """Return the speed of this machine, timed on a product of two `size` x `size` matrices in the target's dtype and on
     a copy of 64 MiB. The shortest of `repeats` times counts."""
     on = device()

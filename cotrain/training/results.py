@@ -15,7 +15,7 @@ from cotrain.evaluation import comparison, profile
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
 from cotrain.planning.planner import served_tree
-from cotrain.rollout.self_prompts import content
+from cotrain.rollout.self_prompts import split_content
 from cotrain.rollout.training_texts import regime
 from cotrain.run_folder import numbered
 from cotrain.training.assembly import coverage
@@ -53,7 +53,7 @@ def export(
     sample, and their provenance, as `foreign` returns them.
     """
     profiles, origin, given = module.profiles(), training(job, module, steps), None
-    print("\n".join(profile.line(t, one) for t, one in profiles.items()))
+    print("\n".join(profile.profile_line(t, one) for t, one in profiles.items()))
     if others:
         held, provenance = others
         alpha, own = module.on(held)["all"].alpha, module.judged[module.temperature]["all"].alpha
@@ -71,7 +71,7 @@ def export(
         "training": origin,
         "given_texts": given,
     }
-    return measured(job, module.draft, origin, extra | ({"exit_plan": job.shape} if job.shape else {}))
+    return write_measured(job, module.draft, origin, extra | ({"exit_plan": job.shape} if job.shape else {}))
 
 
 def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "seconds": progress.elapsed,  # without validations and sampling
         "rounds": cfg.rollout.rounds,
         **about_target(job),
-        "moved": moved_target.about(cfg.target.path, cfg.target.adapter),
+        "moved": moved_target.movement_of(cfg.target.path, cfg.target.adapter),
         "draft_quantisation": cfg.draft.quantisation,
         "draft_vocabulary": pruned,
         "learnt": {
@@ -123,13 +123,13 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
     )
 
 
-def measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+def write_measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     """Measure a draft, write its folder, and return the report. origin: how the draft was trained. extra: more entries
     for `extra` in the report."""
     plan = job.plan(draft)
     prepare(plan)
     report = measurement.measure(plan, extra)
-    replay.write(recorded(plan, report["extra"]), job.folder / replay.FILE)
+    replay.write_replay(recorded(plan, report["extra"]), job.folder / replay.FILE)
     origin = {"environment": report["environment"], "advice": report["extra"]["advice"], **origin}
     _write_draft(job, plan, origin, report["extra"]["planned_k"], report)
     return report
@@ -182,7 +182,7 @@ def unseen_prompts(job: Job) -> str:
     tokens = job.cfg.rollout.prompt_tokens
     *others, final = (job.source(split).each(tokens) for split in SPLITS)
     common = {tuple(prompt) for prompt in shared(final, [prompt for part in others for prompt in part if prompt])}
-    own = (rows[row] for row in in_split([content(row) for row in rows], SPLITS[-1]))
+    own = (rows[row] for row in in_split([split_content(row) for row in rows], SPLITS[-1]))
     unseen = {tuple(prompt): row for row, prompt in zip(own, final, strict=True) if prompt}
     lines = [json.dumps(row) + "\n" for prompt, row in unseen.items() if prompt not in common]
     return "".join(lines) if len(lines) > 1 else ""

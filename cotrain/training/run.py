@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.bench import measurement
 from cotrain.bench.measurement import sample_text
 from cotrain.board import curves
-from cotrain.board.curves import others, tensorboard
+from cotrain.board.curves import other_loggers, tensorboard
 from cotrain.config.settings import TrainConfig, from_target
 from cotrain.data.prompt_rows import Source
 from cotrain.errors import UserError
@@ -57,7 +57,7 @@ def train(
 
     Raises Interrupted when a signal ends the run; the same command resumes it.
     """
-    with listening() as signals, others(cfg, folder) as loggers:
+    with listening() as signals, other_loggers(cfg, folder) as loggers:
         settle(cfg.trainer.threads, cfg.trainer.seed)
         target, tokenizer = models(cfg)
         if from_target(cfg.data):
@@ -76,7 +76,7 @@ def train(
             sampled_prompts=prompts,
             train_texts=texts and texts(target, tokenizer),
         )
-        job.shape = exits.planned(job)
+        job.shape = exits.plan_exits(job)
         student = new_student(cfg, target, job.vocabulary)
         if not cfg.draft.trained:
             return untrained(job, student.network)
@@ -126,7 +126,7 @@ def untrained(job: Job, draft: PreTrainedModel) -> dict[str, Any]:
         return {}
     report, origin = dict[str, Any](), results.about_target(job)
     if job.cfg.measure:
-        report = results.measured(job, draft, origin, {})
+        report = results.write_measured(job, draft, origin, {})
     else:
         results.unmeasured(job, draft, origin)
     tau = {"tau": report["acceptance"]["tau"]["measured"]} if report else {}

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from inference.drafts.bundled_target import resolve
 from inference.drafts.weight_files import CONFIG, WEIGHTS, weight_files
-from inference.models.pretrained import TIED, quantised
+from inference.models.pretrained import TIED, weights_quantisation
 
 ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # PEFT's files
 BLOCK, BLOCKS = 256, 4096  # bytes of a tensor, and tensors, that `hash_weights` reads
@@ -56,7 +56,7 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
     text = config.get_text_config(decoder=True)
     # a family has only some of these keys, a few under another name (attribute_map)
     shape = {key: getattr(text, key, None) for key in CONFIG_KEYS}
-    shape["tie_word_embeddings"] = (quantised(config) or {}).get(TIED, shape["tie_word_embeddings"])
+    shape["tie_word_embeddings"] = (weights_quantisation(config) or {}).get(TIED, shape["tie_word_embeddings"])
     return {
         "config": _sha256({key: value for key, value in shape.items() if value is not None}),
         "tokenizer": None if tokenizer is None else hash_tokenizer(tokenizer),

@@ -32,7 +32,15 @@ from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.weight_files import CONFIG, building, load_weights, named, read_json, require_finite, weight_files
+from inference.drafts.weight_files import (
+    CONFIG,
+    building,
+    class_named,
+    load_weights,
+    read_json,
+    require_finite,
+    weight_files,
+)
 from inference.models.quantisation import QUANTISATIONS
 from inference.sampling.parameters import Sampling
 from inference.verify.rules import rule_of
@@ -421,7 +429,7 @@ def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]
     return {**served, "verify": (read_json(report).get("settings") or {}).get("verify")}
 
 
-def identity(folder: Path) -> str:
+def folder_identity(folder: Path) -> str:
     """Return a hash, in hexadecimal, that differs between drafts and is the same for all exports of one draft. It
     covers how the draft was trained, or its files if there are no metadata to say that."""
     metadata = read(folder).metadata
@@ -473,8 +481,8 @@ def require_class(draft: Folder, network: Any) -> None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
         raise ValueError(
-            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} holds {named(own)}, not "
-            f"{named(network)}"
+            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} holds {class_named(own)}, not "
+            f"{class_named(network)}"
         )
 
 

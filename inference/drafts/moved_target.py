@@ -8,7 +8,7 @@ MOVED = "moved.json"  # in the folder of a moved target or of its adapter: the o
 IDENTITY = "identity"  # in that file: the fingerprint of the original target
 
 
-def about(path: str, adapter: str | None = None) -> dict[str, Any] | None:
+def movement_of(path: str, adapter: str | None = None) -> dict[str, Any] | None:
     """Return the figures in the folder of a moved target, or in that of its adapter if the adapter is not merged: the
     original's path, the bound epsilon, and the measured KL in nats per token. Return None for a target that was not
     moved."""
@@ -20,7 +20,7 @@ def about(path: str, adapter: str | None = None) -> dict[str, Any] | None:
 
 
 def said(moved: dict[str, Any]) -> str:
-    """Return a sentence about a moved target, for reports and cards. moved: the result of `about`."""
+    """Return a sentence about a moved target, for reports and cards. moved: the result of `movement_of`."""
     if not moved["kl"]:
         return f"The target is {moved['original']}: joint training did not move it."
     sure = f"{100 * moved['confidence']:g} % confidence"

@@ -39,7 +39,7 @@ def building(path: Path, network: Any = AutoModelForCausalLM) -> Iterator[None]:
         raise
     except Exception as error:  # by key: KeyError, TypeError, ZeroDivisionError, those of huggingface_hub, ...
         reason = " ".join(str(error).split("\n\n")[0].split())
-        raise ValueError(f"{path / CONFIG}: this config cannot build {named(network)}: {reason}") from error
+        raise ValueError(f"{path / CONFIG}: this config cannot build {class_named(network)}: {reason}") from error
 
 
 def load_weights(
@@ -76,7 +76,7 @@ def load_weights(
     return model.eval(), problems, sorted(info["unexpected_keys"])
 
 
-def named(network: Any) -> str:
+def class_named(network: Any) -> str:
     """Return the name that messages give to a network class; None is the class of a folder without weights."""
     if network is None:
         return "no weights"

@@ -18,7 +18,7 @@ from inference.models.encoder_decoder import own_inputs
 from inference.models.lm import LM
 from inference.models.pretrained import own_logits
 from inference.sampling import Sampling
-from inference.source import source_of
+from inference.source import source_in_text
 
 # the most that rounding may change logits: mean over the tokens of a text, in units of the logits' root mean square
 MOST = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -116,7 +116,7 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: lis
     """Return the logits (n, V) of the text's tokens `at`, from transformers' own forward of the whole text without a
     cache. moved: whether to change each number of the embeddings by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
-    at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_of(prompt))
+    at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_in_text(prompt))
     if not moved:
         return own_logits(model, at, **inputs)
 

@@ -173,7 +173,7 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
     """Return the result of check (b) for texts decoded under `rule`, or None if target calls depend on the noise that
     generated the text. figures: those of the texts."""
-    forecast, reach = expected(figures, rule), rounded(figures, rule)
+    forecast, reach = expected(figures, rule), rounded_reach(figures, rule)
     if forecast is None or reach is None:
         return None
     near = figures.near
@@ -206,10 +206,10 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
     accepted = sum(sum(row.accepted[:1]) for row in texts.counts)
     most = (alpha + 1e-5).clamp(max=1).masked_fill(near, 1)  # float32 distributions are rounded
-    return DepthCheck(rounds, accepted, float(alpha.mean()), at_least(accepted, most))
+    return DepthCheck(rounds, accepted, float(alpha.mean()), prob_at_least(accepted, most))
 
 
-def at_least(count: int, probs: Tensor) -> float:
+def prob_at_least(count: int, probs: Tensor) -> float:
     """Return P(at least `count` of n independent events occur). probs (n,): the probability of each event."""
     parts = torch.stack([1 - probs, probs], -1)  # (n, counts): the distribution of a count in each group of events
     while len(parts) > 1:
@@ -268,7 +268,7 @@ def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
     return reach
 
 
-def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
+def rounded_reach(figures: Figures, rule: Rule | str) -> Tensor | None:
     """Return the mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run,
     or None as `reach_of` does. If the draft is nearly the target, rounding alone decides whether drafts can be
     rejected. For trees, return `reach_of` itself."""
@@ -283,7 +283,7 @@ def rounded(figures: Figures, rule: Rule | str) -> Tensor | None:
 
 def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
     """Return the number of rare rounds, and its expectation. A round is rare if its number of accepted drafts has a
-    probability, given the text, below RARE. reach (B, T, K+1): `rounded` under the run's rule.
+    probability, given the text, below RARE. reach (B, T, K+1): `rounded_reach` under the run's rule.
 
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
     residual has no mass there.

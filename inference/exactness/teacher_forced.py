@@ -25,7 +25,7 @@ from inference.proposers.base import Proposal
 from inference.request import Request
 from inference.sampling import Sampling, wide
 from inference.sampling.penalties import needs_history, process
-from inference.source import source_of
+from inference.source import source_in_text
 from inference.trace import traced_rows
 from inference.verify.rules import RULES
 from inference.verify.tree import Tree, chain, depths_of
@@ -226,7 +226,7 @@ def whole_texts(
         for start in range(0, len(text), n):
             x = torch.tensor([text[start : start + n]], device=model.device)
             at = [len(prompt) - 1 + start + j for j in range(x.shape[1])]
-            inputs = own_inputs(model, ids, source_of(prompt))
+            inputs = own_inputs(model, ids, source_in_text(prompt))
             logits = own_logits(model, at, **inputs)[:, :vocabulary].unsqueeze(0)
             scale = rms(logits)
             if needs_history(sampling):

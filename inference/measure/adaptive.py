@@ -14,7 +14,7 @@ from math import inf
 from inference.measure import contention
 from inference.measure.arms import Arm, ArmResult
 from inference.measure.contention import cores, others, reading
-from inference.measure.timing import Batch, Timing, batched, turn, warm
+from inference.measure.timing import Batch, Timing, batches_of, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
 FEWEST = 5  # batches, even past the time limit: a bootstrap over two has only three values
@@ -74,7 +74,7 @@ def until_known(
     the distance reached. turned: called after each batch with the number of batches timed. Raises the errors of
     `timing.interleave`.
     """
-    batches = batched(arms, prompts, rows)
+    batches = batches_of(arms, prompts, rows)
     start, before = clock(), reading()
     warm(arms, batches[0], seed)
     runs: list[list[dict[str, ArmResult]]] = []
@@ -121,9 +121,9 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
     return Timing(batches[: len(runs)], runs)
 
 
-def lines(reached: Reached) -> list[str]:
+def reached_lines(reached: Reached) -> list[str]:
     """Return the lines of a report about other work on the machine and about the width of the interval."""
-    contended = contention.line(reached.others, reached.cores)
+    contended = contention.contention_line(reached.others, reached.cores)
     return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
 
 

@@ -14,7 +14,7 @@ from inference.engine import Engine
 from inference.models.encoder_decoder import padded_sources
 from inference.output import Counts, Stats, pooled
 from inference.sampling import Sampling
-from inference.source import source_of
+from inference.source import source_in_text
 
 ENDS = ("stop", "stop_ids")
 UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned", "banned_first", "processors")
@@ -152,7 +152,7 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) 
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
     inputs = {"input_ids": ids, "attention_mask": mask}
-    sources = [source for p in prompts if (source := source_of(p)) is not None]
+    sources = [source for p in prompts if (source := source_in_text(p)) is not None]
     if sources:
         if int(mask.min()) == 0:
             raise ValueError("transformers' generate needs decoder texts that begin with equally many ids")

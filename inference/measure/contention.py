@@ -68,7 +68,7 @@ def disturbed(used: float | None, of: int) -> bool | None:
     return None if used is None else used > SHARE * of
 
 
-def line(used: float | None, of: int) -> str:
+def contention_line(used: float | None, of: int) -> str:
     """Return one line of a report: whether other processes used the machine during the timing. used: number of cores
     that they used, of the `of` cores; None if unknown."""
     if used is None:

@@ -34,7 +34,7 @@ from inference.round import DecodingRound
 from inference.sampling import Sampling
 from inference.sampling.noise import Uniforms
 from inference.scheduler import Call
-from inference.source import SourcedText, source_of
+from inference.source import SourcedText, source_in_text
 from inference.verify.rules import RULES
 
 Key = TypeVar("Key", bound=Hashable)
@@ -84,7 +84,7 @@ class Costs:
         return self.draft / self.round(0)
 
 
-def joined(plain: Costs, target: Costs, draft: Costs) -> Costs:
+def joined_costs(plain: Costs, target: Costs, draft: Costs) -> Costs:
     """Return a table with the plain target step of `plain`, the passes over drafts and the rest of `target`, and the
     drafting of `draft`."""
     return replace(
@@ -138,7 +138,7 @@ def measure_costs(
         ]
     proposer.admit(0, texts, store_prompts(target, 0, texts, states=proposer.reads))
     seconds = interleaved(_tasks(target, proposer, texts, K, spans, sampling), repeats, warmup, target.device)
-    first, step = line({span: seconds["draft", span] for span in spans})
+    first, step = fit_line({span: seconds["draft", span] for span in spans})
     return Costs(
         never_falling([seconds["target", n] for n in range(1, K + 2)]),
         step,
@@ -228,7 +228,7 @@ def _tasks(
             tasks["target", n] = partial(target.forward, ids[:, :n], at)
             tasks["rest", n - 1] = _rest(decoding_round, logits[:, :n], ids[:, : n - 1])
     if target.encodes:
-        sources = [source for text in texts if (source := source_of(text)) is not None]
+        sources = [source for text in texts if (source := source_in_text(text)) is not None]
         tasks["encoder", 1] = partial(target.encode, 0, sources)
     return tasks
 
@@ -351,7 +351,7 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of `line` through the measured seconds of drafting, by draft length. With fewer than two
+    """Return (first, step) of `fit_line` through the measured seconds of drafting, by draft length. With fewer than two
     lengths, return the table's values, scaled."""
     if not drafting:
         return table.first, table.draft
@@ -359,10 +359,10 @@ def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
         ((k, seconds),) = drafting.items()
         factor = seconds / table.drafting(k)
         return table.first * factor, table.draft * factor
-    return line(drafting)
+    return fit_line(drafting)
 
 
-def line(drafting: Mapping[int, float]) -> tuple[float, float]:
+def fit_line(drafting: Mapping[int, float]) -> tuple[float, float]:
     """Return (first, step) of the line seconds = first + k * step that fits best, with neither the first draft nor a
     further one below 0 seconds. drafting: seconds of drafting by draft length k, two lengths or more."""
     one, step = not_negative(np.array([[1.0, k - 1] for k in drafting]), list(drafting.values()))

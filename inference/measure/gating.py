@@ -6,7 +6,7 @@ from inference.engine import Engine
 from inference.measure.costs import of_stats
 from inference.output import Output
 from inference.policy import Fixed
-from inference.proposers.hybrid import Gate, HeldOutPosition, calibrated
+from inference.proposers.hybrid import Gate, HeldOutPosition, calibrated_gate
 from inference.proposers.retrieval import Retrieval
 from inference.sampling import Sampling
 
@@ -42,7 +42,7 @@ def calibrate(
     fast = of_stats(out.stats, k)
     records = [record for b, prompt in enumerate(prompts) for record in gate_records(retrieval, prompt, out, b, k)]
     column = (fast.target + fast.rest - slow.seconds) / slow.seconds / k
-    return calibrated(records, k, fast.draft / slow.seconds / k, max(column, 0.0))
+    return calibrated_gate(records, k, fast.draft / slow.seconds / k, max(column, 0.0))
 
 
 def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:

@@ -148,7 +148,7 @@ def interleave(
     nothing to time, or if arms emit different numbers of tokens for a prompt, since their speeds are then not
     comparable.
     """
-    batches = batched(arms, prompts, rows, repeats)
+    batches = batches_of(arms, prompts, rows, repeats)
     warm(arms, batches[0], seed, warmup)
     runs: list[list[dict[str, ArmResult]]] = [[] for _ in batches]
     for repeat in range(repeats):
@@ -157,7 +157,7 @@ def interleave(
     return Timing(batches, runs)
 
 
-def batched(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
+def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
     """Return the prompts in batches of `rows`, with the keys of their noise. Raises ValueError if names of arms repeat,
     or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):

@@ -26,7 +26,7 @@ from inference.measure.tree_shapes import (
     climbed,
     every,
     grow,
-    grown,
+    grown_trees,
     products,
     union,
 )
@@ -233,7 +233,7 @@ class Search:
         lengths, deepest = self.distributions.lengths, self.levels[-1]
         starts = [chain(level) for level in self.levels if 2 < level < self.most]
         wholes = [grow(accept, self.most, deepest, lengths, start=start) for start in starts]
-        trees = grown(accept, self.most, self.levels, lengths)
+        trees = grown_trees(accept, self.most, self.levels, lengths)
         trees += [
             whole[:n] for whole, start in zip(wholes, starts, strict=True) for n in range(len(start), len(whole) + 1)
         ]

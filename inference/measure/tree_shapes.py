@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.measure.costs import Costs, RealRound, not_negative
-from inference.verify.predict_chain import calls_from, starts
+from inference.verify.predict_chain import calls_from, round_starts
 from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of, ranks_of
 
@@ -25,7 +25,7 @@ Parents = tuple[int, ...]
 Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree, () for no drafts
 
 
-def grown(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
+def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
     """Return trees of every size up to `most` nodes, grown within each of the depths."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
@@ -84,7 +84,7 @@ def gains(
     round starts at t.
     """
     reach = reach_tree(accept, parents, lengths)
-    s, left = starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
+    s, left = round_starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
     T = s.shape[1]
     left = F.pad(left, (0, T))
     return {
@@ -211,7 +211,7 @@ def probes(most: int, depth: int) -> list[Parents]:
     return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
 
 
-def fitted(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
+def fitted_seconds(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
     """Return a function that gives the seconds of a round that drafts a tree. table: costs of rounds of chains. rounds:
     timed rounds, by tree.
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from inference.models.passes import Branches
-from inference.models.pretrained import layers_of, positions_of
+from inference.models.pretrained import layers_of, longest_text
 from inference.verify.tree import Tree
 
 FIRST_SLOTS = 256  # of a row, until its text needs more
@@ -230,7 +230,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
     slots = FIRST_SLOTS
     while slots < length:
         slots *= 2
-    slots = max(length, min(slots, positions_of(config)))
+    slots = max(length, min(slots, longest_text(config)))
     return (rows + spare_slots(rows)) * slots * token_bytes(config, dtype)
 
 

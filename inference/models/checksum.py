@@ -24,10 +24,10 @@ _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Read the model's values once for all calls of `fingerprint` within the block. The caller must not change the
+    """Read the model's values once for all calls of `checksum` within the block. The caller must not change the
     model in the block."""
     outer = model in _UNCHANGED
-    _UNCHANGED[model] = fingerprint(model)
+    _UNCHANGED[model] = checksum(model)
     try:
         yield
     finally:
@@ -35,7 +35,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             del _UNCHANGED[model]
 
 
-def fingerprint(model: nn.Module) -> bytes:
+def checksum(model: nn.Module) -> bytes:
     """Return a checksum of every parameter and buffer, with dtype and shape, in order. Addresses do not count."""
     return _UNCHANGED.get(model) or _checksum(model)
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
-from inference.models.checksum import changes, fingerprint
+from inference.models.checksum import changes, checksum
 from inference.models.passes import LAST, Branches, Layers, Pass, States
 from inference.models.pretrained import early_states, head_of, tapped
 from inference.verify.tree import MOST_NODES
@@ -75,11 +75,11 @@ class Stock:
             return self._scaled(ids, window, only, layers)
         with tapped(self.model, layers) as states:
             logits: Tensor = self._call(self.model, ids, window).logits
-        return Pass(logits if only is None else picked(logits, only), states)
+        return Pass(logits if only is None else picked_columns(logits, only), states)
 
     def _scaled(self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers) -> Pass:
         states = self.store(ids, window, (*layers, LAST))
-        last = states[LAST] if only is None else picked(states[LAST], only)
+        last = states[LAST] if only is None else picked_columns(states[LAST], only)
         return Pass(self.head(scaled(last, self.scale, window.low)), {layer: states[layer] for layer in layers})
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
@@ -144,7 +144,7 @@ class Lean:
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         states = self._states(ids, window, (*layers, LAST))  # before the head is read: this may replace the weights
-        last = states[LAST] if only is None else picked(states[LAST], only)
+        last = states[LAST] if only is None else picked_columns(states[LAST], only)
         last = scaled(last, self.scale, window.low)
         return Pass(self.weights.head(last), {layer: states[layer] for layer in layers})
 
@@ -213,7 +213,7 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Change, tuple[Origin, llama.W
 def origin_of(model: PreTrainedModel) -> Origin:
     """Return the address and change counter of every weight, and a checksum of the values, which is needed because
     torch does not count every change."""
-    return [(p.data_ptr(), changes([p])) for p in model.parameters()], fingerprint(model)
+    return [(p.data_ptr(), changes([p])) for p in model.parameters()], checksum(model)
 
 
 def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
@@ -238,7 +238,7 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
     return partial(llama.batched, mask=llama.grouped(mask, shape), shape=shape)
 
 
-def picked(states: Tensor, only: Tensor) -> Tensor:
+def picked_columns(states: Tensor, only: Tensor) -> Tensor:
     """Return the columns `only` (A,) or (A, m) of each row: (A, 1 or m, ...) of states (A, n, ...)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]

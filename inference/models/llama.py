@@ -27,7 +27,7 @@ from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
 from inference.models.pretrained import TIED, sliding_window
-from inference.models.small_heads import LowRank, SmallHead, spread
+from inference.models.small_heads import LowRank, SmallHead, spread_logits
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 RECORDING = "transformers.utils.output_capturing"  # where hooks are from that only record
@@ -93,7 +93,7 @@ class Small(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         logits = self.up(x if self.down is None else self.down(x))
-        return logits if self.known is None else spread(logits, self.known, self.size)
+        return logits if self.known is None else spread_logits(logits, self.known, self.size)
 
 
 class Weights(NamedTuple):

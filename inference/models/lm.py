@@ -18,17 +18,17 @@ from inference.models.encoder_decoder import Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import applies, can_round
 from inference.models.passes import ALONE, Layers, Pass, States
-from inference.models.pretrained import layers_of, positions_of, quantisation_of, refuse_unsupported
+from inference.models.pretrained import layers_of, longest_text, quantisation_of, refuse_unsupported
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
 from inference.models.step import Drafts, Replayed, Run
-from inference.source import Source, source_of
+from inference.source import Source, source_in_text
 from inference.verify.tree import Tree
 
 
 def takes_int8(model: PreTrainedModel) -> bool:
     """Return whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must
     agree with those of the model's own forward; if they do not, this warns once per model."""
-    return can_round(model.eval()) and lean_agrees(model, positions_of(model.config))
+    return can_round(model.eval()) and lean_agrees(model, longest_text(model.config))
 
 
 CHUNK = 512  # positions of a pass that stores prompts
@@ -75,7 +75,7 @@ class LM:
         int8 = int8 or (quantisation == llama.INT8_ROWS and not stock and takes_int8(model))
         self.size = config.vocab_size
         self.vocabulary = vocabulary or self.size
-        positions = positions_of(config)
+        positions = longest_text(config)
         self.context = min(context or positions, positions)
         if self.context < 2:
             raise ValueError(
@@ -337,7 +337,7 @@ def store_prompts(
     tokens have no meaning. Raises ValueError if an encoder-decoder gets a text without a source.
     """
     if lm.encodes:
-        sources = [source for prompt in prompts if (source := source_of(prompt)) is not None]
+        sources = [source for prompt in prompts if (source := source_in_text(prompt)) is not None]
         if len(sources) < len(prompts):
             raise ValueError(
                 f"{type(lm.model).__name__}: a text has no source; `Engine.starts` returns texts with their source"
@@ -355,12 +355,12 @@ def store_tails(
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]
-        ids = torch.tensor(padded(tails), device=lm.device)
+        ids = torch.tensor(padded_rows(tails), device=lm.device)
         parts.append(lm.store(ids, [start] * len(texts), low, states=states))
     return parts
 
 
-def padded(rows: Sequence[list[int]]) -> list[list[int]]:
+def padded_rows(rows: Sequence[list[int]]) -> list[list[int]]:
     """Return the rows with one length, each padded on the right with its own last id. No row reads an id of another
     row."""
     width = max(map(len, rows))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from inference.models.small_heads import VOCABULARY, spread
+from inference.models.small_heads import VOCABULARY, spread_logits
 
 # ids (...) of tokens -> (..., V), added to the logits after them
 Term = Callable[[Tensor], Tensor]
@@ -80,7 +80,7 @@ def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], T
     the draft's vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give these no mass."""
     size = network.config.get_text_config().vocab_size
     known = getattr(network.get_output_embeddings(), "known", None)
-    every = (lambda logits: logits) if known is None else partial(spread, known=known, size=size)
+    every = (lambda logits: logits) if known is None else partial(spread_logits, known=known, size=size)
     return lambda logits: pad(every(logits), (0, vocabulary - size))
 
 

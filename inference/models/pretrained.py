@@ -119,7 +119,7 @@ def half(device: str) -> torch.dtype:
     return torch.float32 if device == "cpu" and emulated(torch.bfloat16) else torch.bfloat16
 
 
-def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
+def weights_quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
     """Return the quantization_config in a model's config, or None if its weights are not quantised."""
     return config.to_dict().get("quantization_config")
 
@@ -127,7 +127,7 @@ def quantised(config: PreTrainedConfig) -> dict[str, Any] | None:
 def quantisation_of(config: PreTrainedConfig) -> str:
     """Return the name of the weights' quantisation: none, int8 or nf4 (bitsandbytes), else the method that the
     checkpoint names."""
-    settings = quantised(config)
+    settings = weights_quantisation(config)
     if not settings:
         return "none"
     if settings.get("load_in_8bit"):
@@ -139,7 +139,7 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
     """Return the model, with its weights cast in place to float32 if it is on a CPU that would emulate their dtype.
     Quantised weights are not cast. copied: whether to cast a copy instead."""
-    if quantised(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
+    if weights_quantisation(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 
@@ -202,7 +202,7 @@ def biased_by_slots(config: PreTrainedConfig) -> bool:
     return bool(settings.get("alibi") or (settings.get("attn_config") or {}).get("alibi"))
 
 
-def positions_of(config: PreTrainedConfig) -> int:
+def longest_text(config: PreTrainedConfig) -> int:
     """Return the longest text, in tokens, that a pass over rows of different lengths supports.
 
     For LongRoPE it is the end of the first range, since past that the longest row decides the rotation of all rows. For

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from inference.models.llama import INT8_ROWS, in_int8_rows
-from inference.models.pretrained import load_model, quantised
+from inference.models.pretrained import load_model, weights_quantisation
 
 QUANTISATIONS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -25,7 +25,7 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
         raise ValueError(f"quantisation must be one of {', '.join(QUANTISATIONS)}, not {quantisation!r}")
     if quantisation == "none":
         return
-    if quantised(config):
+    if weights_quantisation(config):
         raise ValueError(f"quantisation: {path} is already quantised; set quantisation=none")
     if QUANTISATIONS[quantisation] and find_spec("bitsandbytes") is None:
         raise ValueError(
@@ -58,7 +58,7 @@ def load_as(
     """Return the model that `load_model` loads from a path, in a quantisation. A checkpoint that is quantised itself is
     loaded as it is. dtype, device: as in `load_model`. Raises ValueError for a quantisation that is unknown or needs
     bitsandbytes."""
-    if quantisation == "none" or quantised(config := AutoConfig.from_pretrained(path)):
+    if quantisation == "none" or weights_quantisation(config := AutoConfig.from_pretrained(path)):
         return load_model(path, dtype, device=device)
     refuse_quantisation(path, quantisation, config)
     model = load_model(path, dtype, device=device, **options_of(quantisation))

@@ -426,7 +426,7 @@ class Compiled(Replay):
             return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
         except Exception as error:  # the compiler may raise anything
             Compiled.failed = True
-            warnings.warn(f"passes run uncompiled, since torch.compile failed: {reason(error)}", stacklevel=3)
+            warnings.warn(f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}", stacklevel=3)
             return None
 
     def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:
@@ -462,7 +462,7 @@ class Compiled(Replay):
 HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "For even more", "For more")  # torch's own
 
 
-def reason(error: Exception) -> str:
+def compiler_reason(error: Exception) -> str:
     """Return the last line of the compiler's message, without torch's advice after it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
     return lines[-1] if lines else type(error).__name__

@@ -27,11 +27,18 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
 from inference.models.cache import SlotCache, Window, tree_window
-from inference.models.checksum import fingerprint
+from inference.models.checksum import checksum
 from inference.models.encoder_decoder import EncoderDecoder, any_source, own_inputs
 from inference.models.forward import FORMS, Forward, Lean, Stock
 from inference.models.passes import ALONE, LAST, Layers, Pass
-from inference.models.pretrained import biased_by_slots, layers_of, own_logits, quantised, sliding_window, tapped
+from inference.models.pretrained import (
+    biased_by_slots,
+    layers_of,
+    own_logits,
+    sliding_window,
+    tapped,
+    weights_quantisation,
+)
 from inference.source import Source
 from inference.verify.tree import Tree
 
@@ -185,7 +192,7 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
         )
     with ALONE:
         results = _RESULTS.setdefault(model, {})
-        key = (name, _settings(model), fingerprint(model))
+        key = (name, _settings(model), checksum(model))
         if key not in results:
             for old in [other for other in results if other[0] == name]:
                 del results[old]  # results for weights that the model no longer has
@@ -496,4 +503,6 @@ def _first_line(error: Exception) -> str:
 def _fine(model: PreTrainedModel) -> bool:
     """Return whether a model computes in float32 or more throughout."""
     dtypes = {p.dtype for p in model.parameters()}
-    return not quantised(model.config) and all(d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes)
+    return not weights_quantisation(model.config) and all(
+        d.is_floating_point and torch.finfo(d).bits >= 32 for d in dtypes
+    )

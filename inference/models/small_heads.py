@@ -83,7 +83,7 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return up, (root.unsqueeze(1) * basis.T).to(weight.dtype)
 
 
-def spread(logits: Tensor, known: Tensor, size: int) -> Tensor:
+def spread_logits(logits: Tensor, known: Tensor, size: int) -> Tensor:
     """Return logits (..., size) from logits (..., Vd) of the ids `known` (Vd,). All other ids get -inf."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
@@ -124,7 +124,7 @@ class SmallHead(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         logits: Tensor = self.projection(states)
-        return logits if self.known is None else spread(logits, self.known, self.size)
+        return logits if self.known is None else spread_logits(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
         """Set the weights from the rows (V, D) of a whole head. If `rows` is None, the weights stay random. The

@@ -20,7 +20,7 @@ from inference.models.forward import (
     additive,
     attention,
     most_ids,
-    picked,
+    picked_columns,
     scaled,
     seen_from,
     seen_on_paths,
@@ -201,7 +201,7 @@ class Step(nn.Module):
         states = [every[layer] for layer in self.layers]
         if not self.head:
             return states
-        last = every[LAST] if only is None else picked(every[LAST], only)
+        last = every[LAST] if only is None else picked_columns(every[LAST], only)
         return [weights.head(scaled(last, scale)), *states]
 
 

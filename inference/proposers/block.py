@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from inference.models.cache import Window
-from inference.models.forward import picked
+from inference.models.forward import picked_columns
 from inference.models.markov import MarkovHead
 from inference.models.step import Drafts, behind
 from inference.proposers.eagle import (
@@ -159,7 +159,7 @@ class BlockDrafting(EagleDrafting):
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, network = self.slots(given), given["slots"].shape[0], self.network
         self.layer(slots, ids, features, Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit))
-        anchor = picked(ids, only)[:, 0]
+        anchor = picked_columns(ids, only)[:, 0]
         x = network.queries(self.embedding(anchor).to(features.dtype), masks_of(network, K))
         positions = behind(pairs + only + 1, x.shape[1])
         window = ends = Window(0, len(ids), positions, None, limit)

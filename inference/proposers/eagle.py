@@ -29,12 +29,12 @@ from inference.drafts.compatibility import same_sizes
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
-from inference.models.forward import SHORT, additive, attention, origin_of, picked, visible
+from inference.models.forward import SHORT, additive, attention, origin_of, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
 from inference.models.pretrained import layers_of, widened
 from inference.models.replay import Replay, replay_of
-from inference.models.small_heads import fill, projection, refuse_ids, spread, spread_probs
+from inference.models.small_heads import fill, projection, refuse_ids, spread_logits, spread_probs
 from inference.models.step import Drafts, Nodes, Tempered, behind, by_round, one_by_one
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import StaticTrees, TreeShape, trees_of
@@ -194,7 +194,7 @@ class FeatureNetwork(PreTrainedModel):
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
-        return spread(logits, self.known, size)[..., :vocabulary]
+        return spread_logits(logits, self.known, size)[..., :vocabulary]
 
     def own_logits(self, states: Tensor, vocabulary: int) -> Tensor:
         """Return logits (..., Vd) over the draft's own tokens, for states (..., H), to which `norm` was applied. Tokens
@@ -386,7 +386,7 @@ class EagleDrafting(nn.Module):
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
-        above = picked(self.layer(slots, ids, features, window), only)  # output at that level
+        above = picked_columns(self.layer(slots, ids, features, window), only)  # output at that level
         own, choose = isinstance(round, Tempered), by_round(round, self.greedy)
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
@@ -554,7 +554,7 @@ class Eagle(Proposer):
             slots, window = self._reads(limit), Window(low, low + A, every[:, part], None, limit)
             self.module.layer(self.module.slots(slots), here, features[:, part], window)
         last = torch.tensor([max(len(prompt) - 2, 0) for prompt in prompts], device=features.device)
-        self.features[low : low + A, 0] = picked(features, last)[:, 0] if width else 0.0
+        self.features[low : low + A, 0] = picked_columns(features, last)[:, 0] if width else 0.0
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.stage(low, prompts, states)

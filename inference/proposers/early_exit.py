@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
-from inference.models.checksum import Stamp, fingerprint
+from inference.models.checksum import Stamp, checksum
 from inference.models.forward import Lean
 from inference.models.lm import LM
 from inference.models.passes import States
@@ -92,7 +92,7 @@ class ExitNetwork(PreTrainedModel):
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
             raise ValueError(f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}")
-        theirs = projections(blocks[0])  # an adapter gives its projections other names
+        theirs = layer_projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
                 raise ValueError(
@@ -143,7 +143,7 @@ def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int)
             f"the exit would be after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}"
         )
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
-    changed = projections(blocks[0])
+    changed = layer_projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, depths=depths, projections=changed, **known)
     network = ExitNetwork(config)
     with torch.no_grad():
@@ -160,7 +160,7 @@ def refuse_encoder(target: PreTrainedModel) -> None:
         )
 
 
-def projections(block: nn.Module) -> dict[str, list[int]]:
+def layer_projections(block: nn.Module) -> dict[str, list[int]]:
     """Return the size of each projection of a decoder layer: name -> [out, in]."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
@@ -210,7 +210,7 @@ def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
     The result is cached, and built again when the network or the target has changed. Projections that are not plain
     `Linear` (quantised ones) have the change as a module.
     """
-    weights, cached = fingerprint(network), _SERVING.get(network)
+    weights, cached = checksum(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
         stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
         cached = _SERVING[network] = ref(target), weights, stamp, _merged(network, target)

@@ -94,7 +94,7 @@ class HeldOutPosition:
     accepted: int | None = None
 
 
-def calibrated(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
+def calibrated_gate(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
     """Return the gate whose rates are counted at positions of held-out text, which the target generated under the
     settings to be served.
 

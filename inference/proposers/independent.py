@@ -14,7 +14,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
 from inference.models.checksum import Stamp
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
-from inference.models.lm import CHUNK, LM, padded, store_prompts, store_tails, takes_int8
+from inference.models.lm import CHUNK, LM, padded_rows, store_prompts, store_tails, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import Drafts, Nodes, Run, by_round, one_by_one
@@ -188,7 +188,7 @@ class Independent(Proposer):
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
         only = [len(tail) - 1 for tail in tails]
-        return {"lacking": padded(tails), "only": only, "stored": self.stored, "follows": follows}
+        return {"lacking": padded_rows(tails), "only": only, "stored": self.stored, "follows": follows}
 
     def _on_device(self, *tensors: Tensor) -> list[Tensor]:
         return [tensor.to(self.lm.device) for tensor in tensors]
@@ -227,7 +227,14 @@ class Independent(Proposer):
         last, at = self._on_device(sent["last"], sent["ends"])
         limit = max(ends) + self.longest - 1
         drafts = self.lm.drafts(
-            round, ("chain",), chain(self.greedy), {"last": last, "ends": at}, last, limit, self.longest, self.greedy
+            round,
+            ("chain",),
+            chain_drafter(self.greedy),
+            {"last": last, "ends": at},
+            last,
+            limit,
+            self.longest,
+            self.greedy,
         )
         if drafts is None:
             return None
@@ -255,7 +262,7 @@ class Independent(Proposer):
         self.stored.pop()
 
 
-def chain(greedy: bool) -> Run:
+def chain_drafter(greedy: bool) -> Run:
     """Return a function of tensors that drafts one token after the other, see `LM.drafts`. Its inputs are `last` (A,
     n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last` must be
     stored. greedy: draft the likeliest tokens."""

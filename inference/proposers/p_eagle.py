@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from inference.models.cache import Window
-from inference.models.forward import picked
+from inference.models.forward import picked_columns
 from inference.models.markov import MarkovHead
 from inference.models.step import Drafts, behind
 from inference.proposers.eagle import Eagle, EagleConfig, EagleDrafting, EagleNetwork
@@ -65,14 +65,14 @@ class PEagleDrafting(EagleDrafting):
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        anchor = picked(ids, only)[:, 0]  # the last pair's second token
+        anchor = picked_columns(ids, only)[:, 0]  # the last pair's second token
         columns = torch.arange(ids.shape[1] + K - 1, device=ids.device)
         text = columns <= only.unsqueeze(1)  # (A, n): which are pairs of the text
         ids = pad(ids, (0, K - 1)).masked_fill(~text, self.network.mask)
         features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.network.mask_features())
         window = Window(0, len(ids), pairs.unsqueeze(1) + columns, None, given["slots"].shape[0])
         output = self.layer(self.slots(given), ids, features, window)
-        logits, term = self.logits(picked(output, behind(only, K))), self.network.term(self.vocabulary)
+        logits, term = self.logits(picked_columns(output, behind(only, K))), self.network.term(self.vocabulary)
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inference.models.forward import picked
+from inference.models.forward import picked_columns
 from inference.models.lm import LM
 from inference.models.markov import Term, term_of
 from inference.models.step import WIDTHS, Drafts, Run, behind
@@ -75,7 +75,7 @@ class Parallel(Independent):
             drafts = self.lm.drafts(round, ("masks",), run, given, ids, limit, depths, self.greedy)
 
         def read(ids: Tensor, at: Tensor, only: Tensor) -> Tensor:
-            return picked(self.lm.forward(ids, begins, at=at).logits, only)
+            return picked_columns(self.lm.forward(ids, begins, at=at).logits, only)
 
         x, q = drafts or run(read, round, given, K)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
@@ -110,7 +110,7 @@ def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
         ids, anchors = given["masked"], given["anchors"]
         logits = read(ids, given["begins"], behind(anchors, K))
-        return from_one_pass(round, logits, shape, greedy, picked(ids, anchors)[:, 0], term)
+        return from_one_pass(round, logits, shape, greedy, picked_columns(ids, anchors)[:, 0], term)
 
     return run
 

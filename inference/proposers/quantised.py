@@ -13,7 +13,7 @@ from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.checksum import Stamp
 from inference.models.llama import rounded
 from inference.models.lm import takes_int8
-from inference.models.pretrained import quantised
+from inference.models.pretrained import weights_quantisation
 from inference.proposers.base import Host, LoadArguments, SettingsNetwork
 from inference.proposers.independent import Independent
 from inference.proposers.trees import TreeShape
@@ -61,7 +61,7 @@ class Quantised(Independent):
     ) -> None:
         if bits not in BITS:
             raise ValueError(f"bits must be one of {', '.join(BITS)}, not {bits!r}")
-        if quantised(target.config):
+        if weights_quantisation(target.config):
             raise ValueError(
                 f"{type(target).__name__} is already quantised, so it cannot be its own draft in {bits}: load "
                 "the target without quantisation"
@@ -98,7 +98,7 @@ class Quantised(Independent):
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError, beginning with `where`, for a target that is itself quantised."""
-        if quantised(target.config):
+        if weights_quantisation(target.config):
             raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
 
     @property

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.models.lm import LM, padded
+from inference.models.lm import LM, padded_rows
 from inference.models.replay import Pure
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
 from inference.proposers.independent import Independent
@@ -157,7 +157,7 @@ class OuterDrafts:
             0 if reads or not left else min(guesses, left - 1) for left, reads in zip(room, self.history, strict=True)
         ]
         tails = [text[held:] if left else text[-1:] for text, held, left in zip(self.texts, stored, room, strict=True)]
-        lacking: tuple[Numbers, ...] = padded(tails), [len(tail) - 1 for tail in tails], stored
+        lacking: tuple[Numbers, ...] = padded_rows(tails), [len(tail) - 1 for tail in tails], stored
         numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 

@@ -140,7 +140,7 @@ def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", befor
     return both[len(alone) :] if both.startswith(alone) else str(tokenizer.decode(list(ids)))
 
 
-def validate(replay: Mapping[str, Any]) -> None:
+def validate_replay(replay: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first key that does not fit `SCHEMA`, or has an impossible state, kind, row or
     parent. An accepted draft whose parent is not accepted is an error too."""
     conform(replay, SCHEMA, "replay")
@@ -166,7 +166,8 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
             raise ValueError(f"{name}.drafts[{i}] is accepted, but its parent, draft {draft['parent']}, is {above}")
 
 
-def write(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the replay, then write it as JSON atomically. Raises the errors of `validate` and of `write_atomic`."""
-    validate(replay)
+def write_replay(replay: Mapping[str, Any], path: str | Path) -> None:
+    """Validate the replay, then write it as JSON atomically. Raises the errors of `validate_replay` and of
+    `write_atomic`."""
+    validate_replay(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

@@ -59,7 +59,7 @@ def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
     return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
 
 
-def starts(reach: Tensor) -> Tensor:
+def round_starts(reach: Tensor) -> Tensor:
     """Return the probability that a round starts at t -> (B,T). reach (B,T,K+1): see the function `reach`.
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
@@ -76,7 +76,7 @@ def starts(reach: Tensor) -> Tensor:
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t). reach (B,T,K+1): see the
     function `reach`."""
-    return _count(starts(reach), lengths)
+    return _count(round_starts(reach), lengths)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -121,7 +121,7 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
     depths = torch.arange(1, reach.shape[-1], device=reach.device)
     ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i
     drafts = _within((ends <= _lengths(reach, lengths)[:, None, None]).to(reach.dtype), k, first=1)
-    s = starts(reach)[..., None] * drafts
+    s = round_starts(reach)[..., None] * drafts
     accepted, drafted, tried = (s * reach[..., 1:]).sum((0, 1)), s.sum((0, 1)), (s * reach[..., :-1]).sum((0, 1))
     return accepted / drafted, accepted / tried
 
@@ -129,7 +129,7 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
 def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return P(a round accepts exactly n drafts), n = 0..K, over the expected rounds -> (K+1,). reach (B,T,K+1): see
     the function `reach`."""
-    s = starts(reach)
+    s = round_starts(reach)
     inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
     weights = (s * inside)[..., None]
     return (weights * _jumps(reach)).sum((0, 1)) / weights.sum()

@@ -98,7 +98,7 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
     chances: list[Tensor] = []
     for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
         chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
-        chances.append(chance if k is None else chance * used(node, k, chance))
+        chances.append(chance if k is None else chance * has_node(node, k, chance))
         reach[depth - 1] = reach[depth - 1] + chances[-1]
     return torch.stack([whole, *reach], -1)
 
@@ -113,7 +113,7 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
     return F.pad(now[:, gone:], (0, 0, 0, gone))
 
 
-def used(node: int, k: int | Tensor, like: Tensor) -> Tensor:
+def has_node(node: int, k: int | Tensor, like: Tensor) -> Tensor:
     """Return whether each round has this node, (), (B, 1) or (B, T), in the dtype of `like`."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
@@ -220,7 +220,7 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
     reach[..., 0] = 1
     for node, depth in enumerate(depths):
         chance = chances[..., node]
-        reach[..., depth] += chance if k is None else chance * used(node, k, chance)
+        reach[..., depth] += chance if k is None else chance * has_node(node, k, chance)
     return reach
 
 

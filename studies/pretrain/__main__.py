@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cotrain.data.corpora import embedded, manifest
-from cotrain.data.sources import Blocks, embedded_texts, pack
+from cotrain.data.sources import Blocks, embedded_texts, pack_blocks
 from cotrain.errors import UserError
 from cotrain.export.engines import FILES
 from cotrain.run_folder import claim, refuse_replaced, writable
@@ -135,7 +135,7 @@ def _blocks(cfg: Settings, split: str, tokenizer: PreTrainedTokenizerBase, folde
     file = folder / f"{split}.pt"
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
-        blocks = pack(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
+        blocks = pack_blocks(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
         with new_file(file) as new:
             torch.save(vars(blocks), new)
     return Blocks(**read_saved(file))

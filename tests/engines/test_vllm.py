@@ -133,7 +133,7 @@ def test_a_draft_is_accepted_as_here(
                 kept.append(answer[0])
                 return answer
 
-            parity = checked.parity(regime, noted, K, at_once=8)
+            parity = checked.server_parity(regime, noted, K, at_once=8)
             figures[f"temperature {temperature:g}"] = parity.report()
             print(f"\nvllm, {size}, {objective}, temperature {temperature:g}: {parity.line()}")
             assert parity.passed, parity.line()

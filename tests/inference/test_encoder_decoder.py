@@ -17,7 +17,7 @@ from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling.noise import row_ids
-from inference.source import SourcedText, source_of
+from inference.source import SourcedText, source_in_text
 from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
 from tests.tiny import near
 
@@ -56,7 +56,7 @@ def test_texts_that_begin_with_several_ids_and_end_at_the_context(model: Any) ->
     and the padding of the others pass the last position."""
     made, whole = torch.Generator().manual_seed(2), Engine(model)
     begins = [torch.randint(3, 30, (1 + 5 * n % 7,), generator=made).tolist() for n in range(9)]
-    sourced: Any = [source_of(start) for start in whole.starts(sources(model, 9))]
+    sourced: Any = [source_in_text(start) for start in whole.starts(sources(model, 9))]
     starts = [SourcedText(*one) for one in zip(begins, sourced, strict=True)]
     engine = Engine(model, Independent(near(model, 0.02)), rows=3, policy=Fixed(3), context=64)
     limits = [99 if n % 3 == 0 else 6 for n in range(9)]
@@ -73,7 +73,7 @@ def test_logits_are_those_of_the_whole_forward(model: Any, width: int, tree: Any
     engine = Engine(model)
     made = torch.Generator().manual_seed(1)
     begins = [torch.randint(3, 30, (length,), generator=made).tolist() for length in (1, 9, 2, 5)]
-    sourced: Any = [source_of(start) for start in engine.starts(sources(model, 4))]
+    sourced: Any = [source_in_text(start) for start in engine.starts(sources(model, 4))]
     starts = [SourcedText(*one) for one in zip(begins, sourced, strict=True)]
     texts = [torch.randint(3, 30, (length,), generator=made).tolist() for length in (24, 11, 24, 17)]
     for part in teacher_forced(model, starts, texts, Sampling(), width=width, tree=tree, rows=3):

@@ -117,7 +117,7 @@ def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
 
 
 def test_temperature_0_beside_n_grams(met: list[Any]) -> None:  # noqa: F811
-    result = measurement.greedy(plan_of(tree=TREE), 2)
+    result = measurement.measure_greedy(plan_of(tree=TREE), 2)
     (round,) = met
     arms = round["arms"]
     assert (round["prompts"], round["rows"], round["seed"]) == (FINAL[:2], 3, 17)

@@ -40,14 +40,14 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
     monkeypatch.setattr(planner, "measure_acceptance", part("measure_acceptance", chosen.acceptance))
-    monkeypatch.setattr(planner, "measured", part("measured", MeasuredCosts(REAL, ALONE, {})))
+    monkeypatch.setattr(planner, "measured_costs", part("measured", MeasuredCosts(REAL, ALONE, {})))
     monkeypatch.setattr(planner, "plan_length", part("plan_length", (chosen, MeasuredCosts(MORE, ALONE, rounds))))
     monkeypatch.setattr(planner, "best_tree", part("best_tree", tree))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
     monkeypatch.setattr(measurement, "parity", part("parity", "parity"))
-    monkeypatch.setattr(measurement, "greedy", part("greedy", "greedy"))
+    monkeypatch.setattr(measurement, "measure_greedy", part("greedy", "greedy"))
     built: dict[str, Any] = {}
     monkeypatch.setattr(measurement, "build", lambda *given, **settings: built.update(settings, given=given) or built)
     result = measurement.measure(plan, {"own": 1})
@@ -90,7 +90,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
         "advice": "advice",
         "timing": asdict(REACHED),
         "moved": None,
-        "said": ["advice", *measurement.adaptive.lines(REACHED)],
+        "said": ["advice", *measurement.adaptive.reached_lines(REACHED)],
         "prompts": "own",
         "parity": "parity",
         "greedy": "greedy",

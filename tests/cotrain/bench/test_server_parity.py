@@ -45,7 +45,7 @@ def served_by(plan: Plan, greedy: bool, k: int = 2) -> server_parity.Ask:
 
 
 def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:
-    result = server_parity.parity(plan, served_by(plan, greedy=False), 2, at_once=8)
+    result = server_parity.server_parity(plan, served_by(plan, greedy=False), 2, at_once=8)
     assert result.tokens == 16 * 23 and abs(result.z) < 4
     assert result.ratio.low < 1 < result.ratio.high and result.served == pytest.approx(result.tokens / result.rounds)
     assert "served" in result.line() and json.loads(json.dumps(result.report()))["passed"] == result.passed
@@ -60,13 +60,13 @@ def test_a_texts_first_token_takes_no_round(plan: Plan) -> None:
 
 
 def test_a_server_that_drafts_otherwise_fails_the_parity(plan: Plan) -> None:
-    result = server_parity.parity(plan, served_by(plan, greedy=True), 2, at_once=8)
+    result = server_parity.server_parity(plan, served_by(plan, greedy=True), 2, at_once=8)
     assert not result.passed and abs(result.z) > 4 and not result.unlike
 
 
 def test_texts_of_another_target_are_said(plan: Plan) -> None:
     other = Plan(network(seed=3), plan.tokenizer, plan.draft, Sampling(), "token", plan.bench, ("o", "d"))
-    result = server_parity.parity(plan, served_by(other, greedy=False), 2, at_once=8)
+    result = server_parity.server_parity(plan, served_by(other, greedy=False), 2, at_once=8)
     assert result.unlike.startswith("likelihood of the emitted tokens under the target: ")
     alike = replace(result, served=1.0, predicted=1.0, ratio=Interval(1.0, 1.0, 1.0))  # acceptance may be as predicted
     assert not alike.passed and replace(alike, unlike="").passed
@@ -87,7 +87,7 @@ def test_counters_that_cannot_be_are_an_error(plan: Plan, counted: Served, words
         return [[1] * 24 for _ in prompts], 1.0, counted
 
     with pytest.raises(ValueError, match=words):
-        server_parity.parity(plan, silent, 2, at_once=8)
+        server_parity.server_parity(plan, silent, 2, at_once=8)
 
 
 def test_a_server_without_token_ids_is_an_error(

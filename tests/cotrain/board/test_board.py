@@ -12,7 +12,7 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from cotrain.bench.measurement import sample_text
 from cotrain.board import curves, tags
-from cotrain.board.tags import escaped
+from cotrain.board.tags import escaped_markdown
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.students.base import LAST
@@ -198,7 +198,7 @@ TEXTS = ["<script>alert(1)</script>", "# a *b* _c_ `d` [e](f)", "- 1\n\n    code
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_is_shown_as_it_stands(text: str) -> None:
-    shown = markdown_to_safe_html(f"<strong>{escaped(text)}</strong>")
+    shown = markdown_to_safe_html(f"<strong>{escaped_markdown(text)}</strong>")
     assert "<script" not in shown and shown.startswith("<p><strong>") and shown.endswith("</strong></p>")
     inner = shown.removeprefix("<p><strong>").removesuffix("</strong></p>")
     plain = html.unescape(inner.replace("<br>", "")).replace("\u21b5", "\n")

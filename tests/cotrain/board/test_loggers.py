@@ -85,9 +85,9 @@ def test_wandb_gets_the_curves_of_tensorboard(
 
 def test_a_resumed_run_is_the_same_one_and_a_failed_one_says_so(tmp_path: Path, wandb: Any) -> None:
     built = TrainConfig(trainer=Trainer(logger="wandb"))
-    with pytest.raises(KeyboardInterrupt), curves.others(built, tmp_path):
+    with pytest.raises(KeyboardInterrupt), curves.other_loggers(built, tmp_path):
         raise KeyboardInterrupt
-    with curves.others(built, tmp_path):
+    with curves.other_loggers(built, tmp_path):
         pass
     first, second = wandb.runs
     assert first.id == second.id and (first.ended, second.ended) == (1, 0)

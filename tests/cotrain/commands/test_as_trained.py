@@ -18,7 +18,7 @@ from cotrain.planning.policy_file import content
 from cotrain.training.results import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
-from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, identity, load_draft, read, save
+from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, folder_identity, load_draft, read, save
 from inference.models.pretrained import quantisation_of
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
@@ -218,7 +218,7 @@ def test_every_command_decodes_as_the_folder_says(
 
 def decoded(command: str, path: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The values by which a command decodes."""
-    for name in ("bench.measurement.measure", "bench.server_parity.parity"):
+    for name in ("bench.measurement.measure", "bench.server_parity.server_parity"):
         monkeypatch.setattr(f"cotrain.{name}", reach)
     monkeypatch.setattr(Engine, "generate", reach)
     monkeypatch.setattr("cotrain.commands.plan.drafted", lambda cfg, given, texts: reach(given, cfg))
@@ -295,7 +295,7 @@ def test_a_policy_is_used_or_refused_by_name(
 ) -> None:
     target = target_folder(tmp_path / "target")
     mine, other = (draft_folder(tmp_path / name, target, kind) for name, kind in (("a", "medusa"), ("b", "hydra")))
-    fitted = Adaptive({1: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS), {}, identity(mine))
+    fitted = Adaptive({1: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS), {}, folder_identity(mine))
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(content(fitted)))
     assert Adaptive.load(file) == fitted == load(mine, policy=fitted).policy

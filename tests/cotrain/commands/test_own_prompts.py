@@ -71,12 +71,12 @@ class TestDataSelf:
         assert train(place, target, tmp_path / "run", measured) == 0
         out = capsys.readouterr().out
         counts = json.loads((tmp_path / "run" / "rollouts" / "self_prompts.json").read_text())["counts"]
-        assert self_prompts.line(counts) in out and counts["kept"] >= 8
+        assert self_prompts.counts_line(counts) in out and counts["kept"] >= 8
         rows = [json.loads(row) for row in (tmp_path / "run" / "rollouts" / "self_prompts.jsonl").open()]
         assert all(("messages" in row) == (target == "chat") for row in rows)
         draft = tmp_path / "run" / "draft"
         unseen = [json.loads(row) for row in (draft / PROMPTS).open()]
-        final = [rows[row] for row in in_split([self_prompts.content(row) for row in rows], "final")]
+        final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
         assert unseen and all(row in final for row in unseen)
         metadata = read(draft).metadata
         assert metadata is not None and metadata.served.messages == (target == "chat")
@@ -103,7 +103,7 @@ class TestDataSelf:
         assert main(["generate", f"draft.path={draft}", "prompt=hello there", "max_new_tokens=4"]) == 0
         capsys.readouterr()
         assert train(place, target, tmp_path / "run", measured) == 0  # finished, as its settings are the same
-        assert self_prompts.line(counts) not in capsys.readouterr().out
+        assert self_prompts.counts_line(counts) not in capsys.readouterr().out
 
     @pytest.mark.thorough
     def test_every_stage_of_joint_training_has_the_prompts_of_the_original(self, place: Path, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ class TestDataSelf:
         manifests = [json.loads(file.read_text())["source"] for file in run.rglob("*_T1.json")]
         assert len(manifests) == 3 and all("contents" in one for one in manifests)
         rows = [json.loads(row) for row in (run / "warm" / "rollouts" / "self_prompts.jsonl").open()]
-        final = [rows[row] for row in in_split([self_prompts.content(row) for row in rows], "final")]
+        final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
         unseen = [json.loads(row) for row in (run / "draft" / PROMPTS).open()]
         assert unseen and all(row in final for row in unseen)
 

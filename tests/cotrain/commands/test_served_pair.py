@@ -15,7 +15,7 @@ from cotrain.commands.served_pair import prompts, refuse_pair, resolved
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import named
 from cotrain.export.engines import place
-from cotrain.export.publishing import tau_by_length
+from cotrain.export.publishing import tau_table
 from cotrain.run_folder import claim, held, writable
 from inference.drafts.draft_folder import Metadata, ServedAs, save
 from tests.cotrain.commands.test_cli import ran  # noqa: F401
@@ -79,9 +79,9 @@ def test_a_launch_command_works_from_any_folder(tmp_path: Path, monkeypatch: pyt
 def test_tau_stands_beside_every_draft_length() -> None:
     metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 2, regime={"temperature": 0.7})
     held_out = {f"tau{way}_T0.7/all/{k}": 1 + k / 10 for way in ("", "_greedy_draft") for k in (1, 2, 3)}
-    lines = tau_by_length({"extra": {"held_out": held_out}}, metadata).splitlines()
+    lines = tau_table({"extra": {"held_out": held_out}}, metadata).splitlines()
     assert lines[0] == "| drafts a round | 1 | **2** | 3 |" and lines[2] == "| sampled | 1.10 | 1.20 | 1.30 |"
-    assert tau_by_length({"extra": {}}, metadata) == ""
+    assert tau_table({"extra": {}}, metadata) == ""
 
 
 def test_a_folder_of_texts_is_held_by_one_process(tmp_path: Path) -> None:

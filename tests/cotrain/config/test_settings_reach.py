@@ -187,7 +187,7 @@ def other(value: Any) -> Any:
 
 
 def manifest(cfg: Any, target: Any, kind: str = "train", part: Share = WHOLE) -> dict[str, Any]:
-    found = jobs.sampled(cfg, target, tokenizer(), Path("texts"))
+    found = jobs.sampled_texts(cfg, target, tokenizer(), Path("texts"))
     object.__setattr__(found, "identity", {"target": "this"})
     return dict(found._manifest(kind, jobs.sampling(cfg.regime), part))
 

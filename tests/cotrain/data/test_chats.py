@@ -12,7 +12,7 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.rows import Reader
-from cotrain.data.sources import read_rows, sources_of
+from cotrain.data.sources import read_data, sources_of
 from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
@@ -159,7 +159,7 @@ def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Pa
     read, ids, lines = list[Any](), list[Any](), list[Any]()
     for name in ("own.jsonl", "own.json", "own.parquet", "saved", "text.jsonl"):
         data = settings(tmp_path / name)
-        read.append([row for _, row in read_rows(data)])
+        read.append([row for _, row in read_data(data)])
         lines.append([Reader(templated=True).row(row).content for row in read[-1]])
         ids.append(sources_of(data, (ALL_ROWS,), template)[ALL_ROWS].rows)  # type: ignore[union-attr]
     assert read[:4] == [rows + plain] * 4 and lines == lines[:1] * 5 and ids == ids[:1] * 5

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
-from cotrain.data.sources import prompt_origin, read_rows, sources_of
+from cotrain.data.sources import prompt_origin, read_data, sources_of
 from cotrain.data.splits import ALL_ROWS, SPLITS
 from tests.folders import tokenizer
 
@@ -29,7 +29,7 @@ def lines(*texts: str) -> str:
 
 
 def texts(path: Path | str, **changed: object) -> list[str]:
-    return [row["text"] for _, row in read_rows(given(path, **changed))]
+    return [row["text"] for _, row in read_data(given(path, **changed))]
 
 
 def source_of(
@@ -191,7 +191,7 @@ def test_a_path_that_is_no_hub_id_is_no_such_file(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_nothing_here_and_not_on_the_hub_is_said_so() -> None:
-    for ask in (lambda data: list(read_rows(data)), lambda data: prompt_origin(data, "train")):
+    for ask in (lambda data: list(read_data(data)), lambda data: prompt_origin(data, "train")):
         with pytest.raises(ValueError, match="data.path: promtps cannot be read: there is no such file or folder, and"):
             ask(given("promtps"))
 

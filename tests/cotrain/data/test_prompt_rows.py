@@ -13,11 +13,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from cotrain.commands import served_pair
-from cotrain.data.corpora import PIECE, pieces
+from cotrain.data.corpora import PIECE, text_pieces
 from cotrain.data.prompt_rows import PromptRows, TextStarts
-from cotrain.data.sources import pack
+from cotrain.data.sources import pack_blocks
 from cotrain.data.splits import SPLITS
-from cotrain.data.texts import Learnt, joined
+from cotrain.data.texts import Learnt, joined_texts
 from cotrain.rollout.samplers import Ask, Own
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import split
@@ -101,7 +101,7 @@ def test_the_context_that_is_learnt_from_is_the_one_that_is_served(tmp_path: Pat
     engine.generate = generate  # type: ignore[method-assign]
     asked = [words.decode(ids[1:]) for ids in served]
     assert len(asked) == 3 and set(asked) <= set(TEXTS) and served == [words(text)["input_ids"] for text in asked]
-    part = Learnt(joined([texts.at(1.0, whole=True)]))
+    part = Learnt(joined_texts([texts.at(1.0, whole=True)]))
     read, _ = split(target)
     out = engine.generate(asked, max_new_tokens=4, sampling=Sampling(0.0))
     for place, ids in enumerate(served):
@@ -127,7 +127,7 @@ def test_texts_are_shown_as_a_users_where_that_is_asked(tmp_path: Path) -> None:
 
 def test_packed_texts_begin_as_a_server_begins_them() -> None:
     words = starting()
-    blocks = pack(datasets.Dataset.from_dict({"text": ["abcd", "efgh"], "domain": ["a", "a"]}), words, 5)
+    blocks = pack_blocks(datasets.Dataset.from_dict({"text": ["abcd", "efgh"], "domain": ["a", "a"]}), words, 5)
     stream = words("abcd")["input_ids"] + words("efgh")["input_ids"]
     assert blocks.ids.flatten().tolist() == stream[: len(stream) // 5 * 5]
     assert blocks.position_ids is not None and (blocks.position_ids[blocks.ids == START] == 0).all()
@@ -143,7 +143,7 @@ def test_embedded_prompts_are_starts_of_pieces_that_begin_lines(monkeypatch: pyt
     starts = {tuple(tokenizer()(text)["input_ids"][:12]) for text in source.starts["text"]}
     assert {tuple(ids) for _, ids in found} <= starts and found == source.prompts(4, 12, seed=3)
     text = source.texts["text"][0]
-    cut = pieces(text)
+    cut = text_pieces(text)
     assert "".join(cut) == text and all(len(one) >= PIECE and one.endswith("\n") for one in cut[:-1])
     every = source.prompts(10**6, 12, seed=3)  # as many as there are
     assert [domain for domain, _ in every] == sorted(source.starts["domain"]) and {*map(str, found)} <= {

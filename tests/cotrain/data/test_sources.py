@@ -13,8 +13,8 @@ import torch
 from cotrain.config.groups import Data
 from cotrain.data import corpora
 from cotrain.data.corpora import Document, embedded, manifest, records
-from cotrain.data.sources import SeededOrder, embedded_texts, pack
-from cotrain.data.texts import Curriculum, Learnt, Texts, joined, none, shared
+from cotrain.data.sources import SeededOrder, embedded_texts, pack_blocks
+from cotrain.data.texts import Curriculum, Learnt, Texts, joined_texts, none, shared_texts
 from tests.cotrain.data.test_inputs import source_of
 from tests.folders import few_files, tokenizer
 
@@ -127,19 +127,19 @@ def test_too_little_text_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data.path: the split held_out gets none of the 1 rows"):
         source_of(settings(one), "held_out", tokenizer())
     with pytest.raises(ValueError, match="data.block=64: 1 texts make less than one block of 64"):
-        pack(source_of(settings(one), "train", tokenizer()).texts, tokenizer(), 64)
+        pack_blocks(source_of(settings(one), "train", tokenizer()).texts, tokenizer(), 64)
     with pytest.raises(ValueError, match="data.block=8: 0 texts"):
-        pack(source_of(settings(one), "train", tokenizer()).texts.filter(lambda _: False), tokenizer(), 8)
+        pack_blocks(source_of(settings(one), "train", tokenizer()).texts.filter(lambda _: False), tokenizer(), 8)
 
 
 def test_a_tokenizer_without_an_end_is_refused() -> None:
     with pytest.raises(ValueError, match="target.path: its tokenizer has no end token"):
-        pack(datasets.Dataset.from_dict({"text": ["a"], "domain": ["x"]}), SimpleNamespace(eos_token_id=None), 2)
+        pack_blocks(datasets.Dataset.from_dict({"text": ["a"], "domain": ["x"]}), SimpleNamespace(eos_token_id=None), 2)
 
 
 def test_blocks_are_the_stream_of_each_domain_cut() -> None:
     texts = datasets.Dataset.from_dict({"text": ["abcd", "XY", "efg"], "domain": ["b", "a", "b"]})
-    blocks = pack(texts, tokenizer(), 3)
+    blocks = pack_blocks(texts, tokenizer(), 3)
     encode = tokenizer().encode
     stream = [0, *encode("abcd"), 0, *encode("efg")]
     assert blocks.domains == ["a", "b"] and blocks.domain.tolist() == [0] + [1] * (len(stream) // 3)
@@ -172,12 +172,12 @@ def test_a_curriculum_resumes_anywhere(start: int) -> None:
 def test_of_a_domain_only_its_share_is_learnt_from() -> None:
     ids = torch.arange(1, 7)[:, None].repeat(1, 4)
     texts = Texts(ids, torch.full((6,), 2), torch.tensor([4, 3, 4, 4, 4, 4]), ["a", "b", "a", "a", "b", "a"])
-    part = Learnt(joined([shared(texts, {"a": 0.5}).at(0.5, whole=True)]), first=7)
+    part = Learnt(joined_texts([shared_texts(texts, {"a": 0.5}).at(0.5, whole=True)]), first=7)
     assert part.texts.ids[:, 0].tolist() == [1, 2, 3, 5] and [part[i]["key"] for i in range(4)] == [7, 8, 9, 10]
     assert part.predicted.tolist() == [[True] * 3, [True, True, False], [True] * 3, [True] * 3]
     for wrong in ({"a": 1.5}, {"a": 0.0, "b": 0.0}):
         with pytest.raises(ValueError, match="data.shares"):
-            shared(texts, wrong)
+            shared_texts(texts, wrong)
 
 
 def test_without_corpus_steps_no_corpus_is_read() -> None:

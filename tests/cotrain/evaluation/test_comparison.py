@@ -12,7 +12,7 @@ from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison
-from cotrain.evaluation.comparison import compare, read, table
+from cotrain.evaluation.comparison import compare, gains_table, read_runs
 
 LENGTHS = [40] * 30
 
@@ -86,7 +86,7 @@ def test_runs_judged_on_other_texts_are_left_out(tmp_path: Path) -> None:
         )
     ):
         (folder := tmp_path / str(place)).mkdir()
-        read_back = read(write(folder, runs))
+        read_back = read_runs(write(folder, runs))
         assert {gain.label for gain in compare(read_back, "kl")} == {"kl"}
         assert "evaluated on other texts" in comparison.left_out(read_back, "kl")["tv"]
 
@@ -104,11 +104,11 @@ def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_hav
     texts["lengths"] = [40] * 5
     texts["calls"] = {of: [900.0, *(calls[row] / 1.05 for row in rows)] for of in ("4", "8")}
     part["texts"]["1"]["calls"][k][0] = 900.0
-    gain = {(g.label, g.k): g for g in compare(read(write(tmp_path, [whole, part])), "kl")}["tv", int(k)]
+    gain = {(g.label, g.k): g for g in compare(read_runs(write(tmp_path, [whole, part])), "kl")}["tv", int(k)]
     assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
     texts["hashes"] = [f"another {row}" for row in range(5)]
     (tmp_path / "1" / "held_out.json").write_text(json.dumps(part))
-    assert {gain.label for gain in compare(read(tmp_path), "kl")} == {"kl"}
+    assert {gain.label for gain in compare(read_runs(tmp_path), "kl")} == {"kl"}
 
 
 def test_texts_are_those_that_every_pair_has_or_evenly_spaced(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_texts_are_those_that_every_pair_has_or_evenly_spaced(tmp_path: Path) ->
     others = [({"hashes": list(some)}, {"hashes": list(some)}) for some in ("abcdef", "xyz")]
     assert comparison._aligned(others) == [[(0, 0), (2, 2), (4, 4)], [(0, 0), (1, 1), (2, 2)]]
     runs = [run("kl", 0, 1.0), run("tv", 0, 0.5)]
-    gains = compare(read(write(tmp_path, runs)), "kl")
-    assert {gain.texts for gain in gains} == {30} and " 30 " in table(gains, "kl", {}).splitlines()[1]
+    gains = compare(read_runs(write(tmp_path, runs)), "kl")
+    assert {gain.texts for gain in gains} == {30} and " 30 " in gains_table(gains, "kl", {}).splitlines()[1]
 
 
 def test_a_text_has_one_hash_whatever_its_padding() -> None:
@@ -139,7 +139,7 @@ def test_a_setting_that_went_is_no_difference_between_runs(tmp_path: Path) -> No
 
 def test_a_missing_folder_or_baseline_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no run"):
-        read(tmp_path)
+        read_runs(tmp_path)
     write(tmp_path, [run("tv", 0, 1.0)])
     assert main(["compare", f"folder={tmp_path}", "baseline=kl"]) == 1
     assert "baseline=kl: no run has this label; the labels are tv" in capsys.readouterr().err
@@ -175,7 +175,7 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
         (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
         (place / "warm").mkdir()  # of a joint training, which is no run
         (place / "warm" / "held_out.json").write_text(json.dumps(run("tv", index, 1.0)))
-    return sorted(read(folder))
+    return sorted(read_runs(folder))
 
 
 @pytest.mark.parametrize(

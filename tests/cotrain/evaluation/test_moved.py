@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cotrain.data.texts import Texts
-from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, figures, movement, student_quantile, upper_bound
+from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, movement, movement_figures, student_quantile, upper_bound
 from cotrain.teacher.target_model import served
 from tests.cotrain.evaluation.test_held_out import texts
 from tests.tiny import near, tiny
@@ -29,7 +29,7 @@ def test_figures_agree_with_passes_by_hand() -> None:
     assert found.kl.tolist() == pytest.approx(kl) and found.reverse.tolist() == pytest.approx(reverse)
     assert found.same.tolist() == same and found.original.tolist() == pytest.approx(nats)
     assert found.text.tolist() == index
-    said = figures(found, 0.95, lambda ids: f"<{ids[0]}>")
+    said = movement_figures(found, 0.95, lambda ids: f"<{ids[0]}>")
     assert said["kl"] == pytest.approx(sum(kl) / len(kl)) and said["tokens"] == len(kl)
     of_a = [value for value, row in zip(kl, index, strict=True) if row == 1]
     assert said["domains"]["a"]["kl"] == pytest.approx(sum(of_a) / len(of_a))

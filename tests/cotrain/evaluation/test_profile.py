@@ -9,7 +9,7 @@ import torch
 
 from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import HeldOut, held_out
-from cotrain.evaluation.profile import line, profile, provenance
+from cotrain.evaluation.profile import profile, profile_line, provenance
 from cotrain.students.base import LAST
 from cotrain.students.independent import IndependentStudent
 from cotrain.teacher.target_model import served, split
@@ -57,7 +57,7 @@ def test_alpha_over_both_temperatures_is_the_overlap_of_the_distributions_served
 def test_the_line_names_the_best_temperature() -> None:
     one = {"by_draft_temperature": {"0.5": 0.7, "1": 0.6}, "by_context": {"1-1": 0.5, "2-3": 0.65}}
     wanted = "target at temperature 1: acceptance 0.600 if the draft has that temperature, 0.700 at its best one, 0.5; "
-    assert line(1.0, one) == wanted + "by tokens of context 0.500 at 1-1, 0.650 at 2-3"
+    assert profile_line(1.0, one) == wanted + "by tokens of context 0.500 at 1-1, 0.650 at 2-3"
 
 
 def test_surprise_is_a_mean_over_possible_tokens() -> None:

@@ -26,7 +26,7 @@ from transformers import (
 from cotrain.errors import UserError
 from cotrain.export.engines import ENGINES, caveats, launch
 from cotrain.export.fitting import resize
-from cotrain.export.hf import check, export, prepare
+from cotrain.export.hf import export, folder_problems, prepare_draft
 from cotrain.export.publishing import card
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, ServedAs, load_draft, save
@@ -180,7 +180,7 @@ def test_export_casts_the_weights(draft: Path, tmp_path: Path) -> None:
     output = export(draft, tmp_path / "half", "vllm", dtype=torch.bfloat16)
     assert load_file(output / "model.safetensors")["model.norm.weight"].dtype == torch.bfloat16
     assert AutoConfig.from_pretrained(output).dtype == torch.bfloat16
-    assert check(output) == []
+    assert folder_problems(output) == []
 
 
 def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
@@ -230,11 +230,13 @@ def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, p
     greedily = "sampled" not in ENGINES[engine].drafts
     by_block, by_token = planned(served=ServedAs("block")), planned()
     lengths = {
-        "token": prepare(by_token, engine).metadata.k,
-        "block": prepare(by_block, engine).metadata.k,
-        "typed": prepare(by_block, engine, 2).metadata.k,
-        "greedy": prepare(planned(objective="greedy", served=ServedAs("block")), engine).metadata.k,
-        "at temperature 0": prepare(planned(served=ServedAs("block"), regime={"temperature": 0.0}), engine).metadata.k,
+        "token": prepare_draft(by_token, engine).metadata.k,
+        "block": prepare_draft(by_block, engine).metadata.k,
+        "typed": prepare_draft(by_block, engine, 2).metadata.k,
+        "greedy": prepare_draft(planned(objective="greedy", served=ServedAs("block")), engine).metadata.k,
+        "at temperature 0": prepare_draft(
+            planned(served=ServedAs("block"), regime={"temperature": 0.0}), engine
+        ).metadata.k,
     }
     assert lengths == {
         "token": 1 if greedily else 4,
@@ -244,10 +246,10 @@ def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, p
         "at temperature 0": 4,
     }
     if greedily:
-        (said,) = (one for one in prepare(by_token, engine).remarks if "planned" in one)
+        (said,) = (one for one in prepare_draft(by_token, engine).remarks if "planned" in one)
         assert said.startswith("k = 1 is planned for greedy drafting") and GAINS in said
         assert said.endswith("The folder's k = 4 was planned for sampled drafting and the rule token.")
-        unknown = prepare(planned(figures=False), engine)
+        unknown = prepare_draft(planned(figures=False), engine)
         assert unknown.metadata.k == 4 and "no figures for greedy drafting" in unknown.remarks[0]
 
 
@@ -278,7 +280,7 @@ def test_a_foreign_draft_is_exported_with_k_and_target(tokenizer: PreTrainedToke
         export(source, tmp_path / "out", "vllm", target="some/target")
     with pytest.raises(ValueError, match=r"target\.path=null: set target\.path="):
         export(source, tmp_path / "out", "vllm", 4)
-    assert check(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
+    assert folder_problems(export(source, tmp_path / "out", "vllm", 4, target="some/target")) == []
 
 
 def test_a_draft_that_cannot_serve_is_an_error_and_nothing_is_written(
@@ -453,7 +455,7 @@ DAMAGE = {
 def test_check_names_the_file(name: str, folder: Path) -> None:
     damage, message = DAMAGE[name]
     damage(folder)
-    problems = check(folder)
+    problems = folder_problems(folder)
     assert len(problems) == 1, problems
     assert problems[0].startswith(str(folder))
     assert message in problems[0]
@@ -462,7 +464,7 @@ def test_check_names_the_file(name: str, folder: Path) -> None:
 def test_check_lists_every_problem(folder: Path) -> None:
     for damage in ("no report", "NaN", "schedule"):
         DAMAGE[damage][0](folder)
-    assert len(check(folder)) == 3
+    assert len(folder_problems(folder)) == 3
     tied(200).save_pretrained(folder)
-    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in check(folder))
-    assert check(folder / "none") == [f"there is no folder {folder / 'none'}"]
+    assert any("vocab_size 200 is below the tokenizer's" in problem for problem in folder_problems(folder))
+    assert folder_problems(folder / "none") == [f"there is no folder {folder / 'none'}"]

@@ -29,7 +29,7 @@ from transformers import (
 from cotrain.cli import main
 from cotrain.errors import UserError
 from cotrain.export.engines import GGUF_FILE
-from cotrain.export.gguf import TOKENS, export, refuse, split_name, write_file
+from cotrain.export.gguf import TOKENS, export, refuse_shape, split_name, write_file
 from inference.drafts.draft_folder import Metadata, save
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.folders import target_folder
@@ -261,7 +261,7 @@ SHAPES = {
 @pytest.mark.parametrize("problem", SHAPES)
 def test_other_shapes_are_refused(problem: str) -> None:
     with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, but only "):
-        refuse(SHAPES[problem])
+        refuse_shape(SHAPES[problem])
 
 
 def test_eight_bits_are_refused_for_other_files(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from cotrain.cli import main
 from cotrain.errors import UserError
-from cotrain.export.fitting import folded, measured_elsewhere, refuse
-from cotrain.export.hf import check, export
+from cotrain.export.fitting import fold_conditioning, measured_elsewhere, refuse_temperature
+from cotrain.export.hf import export, folder_problems
 from inference.drafts.draft_folder import Metadata, read
 from inference.proposers.conditioned import KNOTS, TABLE, ConditionedNetwork
 from tests.draft_folders import draft_folder
@@ -26,7 +26,7 @@ from tests.tiny import tiny
 def test_an_export_drafts_as_the_folder_does_at_its_temperature(t: float) -> None:
     network = conditioned_near(tiny())
     expected, other = (logits(network, IDS, one) for one in (t, 0.7))
-    independent = folded(copy.deepcopy(network), t)
+    independent = fold_conditioning(copy.deepcopy(network), t)
     with torch.no_grad():
         torch.testing.assert_close(independent(IDS).logits, expected)
         assert not torch.allclose(independent(IDS).logits, other)
@@ -43,7 +43,7 @@ def test_a_final_norm_that_takes_no_scale_raises() -> None:
     network = conditioned_near(tiny())
     network.__class__ = Capped
     with pytest.raises(ValueError, match="temperature: the final norm of Capped cannot be scaled"):
-        folded(network, 0.3)
+        fold_conditioning(network, 0.3)
 
 
 def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path: Path, capsys: Any) -> None:
@@ -57,7 +57,7 @@ def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path:
     assert main(words) == 1
     assert "give the one that you serve at, as temperature=0.7" in capsys.readouterr().err and not output.exists()
     assert main([*words, "temperature=0.35"]) == 0
-    assert check(output) == []
+    assert folder_problems(output) == []
     metadata = read(output).metadata
     assert metadata and (metadata.kind, metadata.regime["temperature"]) == ("independent", 0.35)
     card = (output / "README.md").read_text()
@@ -70,7 +70,7 @@ def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path:
     with pytest.raises(
         UserError, match="temperature=0.3: .* does not depend on the temperature: leave temperature= out"
     ):
-        refuse(output, 0.3)
+        refuse_temperature(output, 0.3)
 
 
 def test_an_export_says_where_it_was_measured() -> None:

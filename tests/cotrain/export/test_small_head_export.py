@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from cotrain.cli import main
-from cotrain.export.hf import check
+from cotrain.export.hf import folder_problems
 from inference import load
 from inference.drafts.draft_folder import REPORT, read
 from inference.drafts.weight_files import read_json
@@ -64,14 +64,14 @@ def test_what_no_engine_loads_is_refused(
 
 
 def test_a_folder_is_checked_for_its_head(target: Path, tmp_path: Path) -> None:
-    (problem,) = check(draft_folder(tmp_path / "draft", target, "independent", **PRUNED))
+    (problem,) = folder_problems(draft_folder(tmp_path / "draft", target, "independent", **PRUNED))
     assert "draft_vocab_size is 20, and engines load" in problem
 
 
 def test_a_parallel_draft_loses_its_markov_head_and_says_so(target: Path, tmp_path: Path, capsys: Any) -> None:
     """With both taus if training measured them; what is written is the plain model, which engines load."""
     draft, output = draft_folder(tmp_path / "draft", target, "parallel", markov=3), tmp_path / "out"
-    assert any("markov_head" in problem for problem in check(draft))
+    assert any("markov_head" in problem for problem in folder_problems(draft))
     held = {"tau_T1/all/2": 1.75, "tau_without_markov_T1/all/2": 1.5}
     lost = "The Markov head of the draft is left out, since the engine has none."
     for report, said in (
@@ -91,7 +91,7 @@ def test_a_parallel_draft_loses_its_markov_head_and_says_so(target: Path, tmp_pa
         "markov_head.markov_w1.weight",
         "markov_head.markov_w2.weight",
     }
-    assert "markov_rank" not in read_json(output / "config.json") and not check(output)
+    assert "markov_rank" not in read_json(output / "config.json") and not folder_problems(output)
     assert load(output, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
     plain = draft_folder(tmp_path / "plain", target, "parallel")
     assert main(["export", f"draft.path={plain}", f"output={output}", "engine=vllm", "overwrite=true"]) == 0

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from cotrain.losses import chunked
 from cotrain.losses import divergences as losses
+from cotrain.losses.chunked import chunk_positions, compared, token_logs
 from cotrain.losses.chunked import chunked as in_chunks
-from cotrain.losses.chunked import compared, positions, token_logs
 from cotrain.losses.guess import Guess
 from cotrain.teacher.target_distributions import FromStates
 from inference.sampling import keep_top_k
@@ -256,5 +256,5 @@ def test_both_sides_agree_and_chunks_take_less_memory() -> None:
 
 
 def test_chunks_fit_a_cpus_cache_and_fill_a_gpu() -> None:
-    assert positions(8192, "cpu") * 8192 == 2**21 < positions(8192, "cuda") * 8192 <= 2**27
-    assert positions(200_000, "cpu") == 192 == positions(10**6, "cuda")
+    assert chunk_positions(8192, "cpu") * 8192 == 2**21 < chunk_positions(8192, "cuda") * 8192 <= 2**27
+    assert chunk_positions(200_000, "cpu") == 192 == chunk_positions(10**6, "cuda")

@@ -14,7 +14,7 @@ from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.names import LOSSES
 from cotrain.losses.spec import parse
 from cotrain.teacher.target_distributions import FromStates, Remembered, remembered
-from inference.models.small_heads import spread
+from inference.models.small_heads import spread_logits
 from inference.sampling import keep_top_k, keep_top_p
 from tests import standin
 
@@ -41,7 +41,7 @@ def given() -> tuple[FromStates, Guess, Tensor, Tensor]:
         0,
         at,
         states,
-        lambda one: spread(head_q(one), IDS, V),
+        lambda one: spread_logits(head_q(one), IDS, V),
         tuple(head_q.parameters()),
         pruned=Pruned(IDS, head_q, V),
     )

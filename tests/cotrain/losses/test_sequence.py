@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from cotrain.data.texts import Learnt, Texts, joined
+from cotrain.data.texts import Learnt, Texts, joined_texts
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.training.distributed import Grouped
@@ -35,7 +35,7 @@ def conversations() -> Texts:
 
 
 def batch(rows: list[int], prompts: bool = False) -> dict[str, Any]:
-    part = Learnt(joined([conversations().at(1.0, whole=prompts)]))
+    part = Learnt(joined_texts([conversations().at(1.0, whole=prompts)]))
     items = [part[row] for row in rows]
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
 

@@ -9,9 +9,9 @@ import pytest
 
 from cotrain.cli import main
 from cotrain.page import html_page
-from cotrain.page.html_page import headline, share_of_costs
-from cotrain.page.loaded_run import load
-from cotrain.page.rendering import visible
+from cotrain.page.html_page import run_headline, share_of_costs
+from cotrain.page.loaded_run import load_runs
+from cotrain.page.rendering import visible_controls
 from cotrain.page.run_charts import crossing
 from inference.report.build import table
 from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, record
@@ -25,7 +25,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 
 
 def parsed(*paths: str) -> Parsed:
-    return Parsed(html_page.page(load(paths)))
+    return Parsed(html_page.page(load_runs(paths)))
 
 
 def value(document: Any, pointer: str) -> Any:
@@ -73,7 +73,7 @@ def test_no_figure_of_the_first_table_stands_without_its_source(tmp_path: Path) 
 
 
 def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
-    runs = load([folder(tmp_path / "run", full_report(), replay=record())])
+    runs = load_runs([folder(tmp_path / "run", full_report(), replay=record())])
     text = html_page.page(runs)
     figures = re.findall(r"<figure>.*?</figure>", text, re.DOTALL)
     assert len(figures) >= 10
@@ -131,11 +131,14 @@ def test_hostile_text_changes_no_markup_and_is_shown(tmp_path: Path) -> None:
     plain, hostile = pages
     assert hostile.tags == plain.tags
     assert not [tag for tag in hostile.tags if any(name.startswith("on") for name in tag[1:])]
-    assert visible(HOSTILE) in hostile.texts["differences"] and visible(HOSTILE) in hostile.texts["origin"]
+    assert (
+        visible_controls(HOSTILE) in hostile.texts["differences"]
+        and visible_controls(HOSTILE) in hostile.texts["origin"]
+    )
     assert hostile.blocks["replay-0-data"]["rows"][0]["prompt"] == HOSTILE
     names = [trace["name"] for trace in hostile.blocks["domain-0-data"]["data"]]
     assert not [name for name in names if "<" in name]  # Plotly reads markup in names
-    assert not re.search("[\x00\u202e\u2028]", visible(HOSTILE)) and "\u2400" in visible(HOSTILE)
+    assert not re.search("[\x00\u202e\u2028]", visible_controls(HOSTILE)) and "\u2400" in visible_controls(HOSTILE)
 
 
 @pytest.mark.whole
@@ -196,23 +199,23 @@ def test_the_share_of_what_costs_allow(tmp_path: Path) -> None:
     costs = {"target": [1.0, 2.0, 3.0], "draft": 0.5, "rest": [0.0, 0.0, 1.0], "first": 0.0}
     report["extra"] |= {"costs": report["extra"]["costs"] | costs, "planned_k": 2}
     report["acceptance"]["tau"]["measured"], report["speedup"]["decode"]["value"] = 2.5, 0.4
-    (run,) = load([folder(tmp_path / "run", report)])
+    (run,) = load_runs([folder(tmp_path / "run", report)])
     assert share_of_costs(run).value == pytest.approx(0.4 / (2.5 * 1 / 5))
 
 
 def test_a_run_that_timed_trees_names_them(tmp_path: Path) -> None:
     report = full_report()
-    (run,) = load([folder(tmp_path / "chains", report)])
-    assert "serve with k = " in str(headline(run)) and run.k and "Fixed(k=" in table(report)
+    (run,) = load_runs([folder(tmp_path / "chains", report)])
+    assert "serve with k = " in str(run_headline(run)) and run.k and "Fixed(k=" in table(report)
     report["extra"] |= {"planned_shape": [-1, -1, 0]}
-    (run,) = load([folder(tmp_path / "trees", report)])
-    assert "serve with its planned tree of 3 nodes" in str(headline(run))
+    (run,) = load_runs([folder(tmp_path / "trees", report)])
+    assert "serve with its planned tree of 3 nodes" in str(run_headline(run))
     assert run.k is None and share_of_costs(run).value is None  # the table's k is of chains
     assert "trees of 3 nodes" in table(report) and "Fixed(k=" not in table(report)
 
 
 def test_the_batch_size_where_drafting_stops_paying(tmp_path: Path) -> None:
-    (run,) = load([folder(tmp_path / "run", full_report())])
+    (run,) = load_runs([folder(tmp_path / "run", full_report())])
     cells = run.get("report", "extra", "matrix")
     for t, factor in ((0.0, 1.0), (1.0, 100.0)):
         lost = [

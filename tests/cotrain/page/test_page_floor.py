@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from cotrain.page.html_page import floor
-from cotrain.page.loaded_run import load
+from cotrain.page.loaded_run import load_runs
 from tests import pages
 
 
@@ -16,5 +16,5 @@ def test_the_floor_is_of_the_batch_that_was_timed(tmp_path: Path) -> None:
         cell | {"temperature": temperature, "rows": at, "floor": cell["floor"] | {"round_share": share}}
         for at, share in shares.items()
     ]
-    (run,) = load([pages.folder(tmp_path / "run", report)])
+    (run,) = load_runs([pages.folder(tmp_path / "run", report)])
     assert floor(run).value == 0.5

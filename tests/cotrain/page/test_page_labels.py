@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cotrain.page import html_page
-from cotrain.page.loaded_run import load
+from cotrain.page.loaded_run import load_runs
 from tests.pages import Parsed, folder, full_report, marker
 
 SPEED = "/report/speedup"
@@ -42,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def page(path: Path, report: dict[str, Any] | None, **files: Any) -> str:
-    return html_page.page(load([folder(path, report, **files)]))
+    return html_page.page(load_runs([folder(path, report, **files)]))
 
 
 def sources(text: str) -> list[str]:

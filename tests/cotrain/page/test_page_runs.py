@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from cotrain.evaluation.comparison import compare
 from cotrain.page import html_page
-from cotrain.page.loaded_run import load, read_curves, thinned
+from cotrain.page.loaded_run import load_runs, read_curves, thinned
 from tests.cotrain.evaluation.test_comparison import run as judged
 from tests.pages import Parsed, folder, marker
 
@@ -64,7 +64,7 @@ def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
     place = folder(tmp_path / "run", None, run=marker("unfinished", trainer={"steps": 40}))
     events(tmp_path / "run" / "tensorboard", "2_training/loss", {4: 2.0, 9: 1.0}, 1)
     events(tmp_path / "run" / "tensorboard", "4_held_out/acceptance_T1", {0: 0.25, 10: 0.5}, 2)
-    page = Parsed(html_page.page(load([place])))
+    page = Parsed(html_page.page(load_runs([place])))
     assert "not finished: step 9 of 40; the same command resumes it" in page.texts[""]
     assert "0.250 → 0.500" in page.texts["figures"]
     (loss,) = page.blocks["curve0-0-data"]["data"]
@@ -77,7 +77,7 @@ def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
         result[name] = judged(name, 0, factor)
         result[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
         places.append(folder(tmp_path / name, None, held_out=result[name], run=marker("finished")))
-    page = Parsed(html_page.page(load(places)))
+    page = Parsed(html_page.page(load_runs(places)))
     assert "no speed was measured in this run (measure=false)" in page.texts[""]
     gains = compare({name: [json.loads(json.dumps(one))] for name, one in result.items()}, "kl")
     for gain in (gain for gain in gains if gain.label == "tv"):
@@ -92,7 +92,7 @@ def test_runs_whose_folders_share_a_name_are_told_apart(tmp_path: Path) -> None:
         one = judged(parent, 0, factor)
         (tmp_path / parent).mkdir()
         places.append(folder(tmp_path / parent / "train", None, held_out=one, run=marker("finished")))
-    text = Parsed(html_page.page(load(places))).texts["runs"]
+    text = Parsed(html_page.page(load_runs(places))).texts["runs"]
     assert "tau over train (1), paired by text" in text and "train (2)" in text and "train (3)" in text
 
 
@@ -100,17 +100,17 @@ def _other(tmp_path: Path, first: str) -> str:
     """The comparison with a run that was judged on other texts."""
     other = judged("rkl", 0, 1.0, [40] * 29 + [41])
     places = [first, folder(tmp_path / "rkl", None, held_out=other, run=marker("finished"))]
-    return Parsed(html_page.page(load(places))).texts["runs"]
+    return Parsed(html_page.page(load_runs(places))).texts["runs"]
 
 
 def test_a_report_that_was_changed_is_said(tmp_path: Path) -> None:
     draft = shutil.copytree("data/drafts/smollm2", tmp_path / "draft")
     with warnings.catch_warnings(action="error"):
-        load([str(draft)])
+        load_runs([str(draft)])
     report = json.loads((draft / "report.json").read_text())
     (draft / "report.json").write_text(json.dumps(report))
     for path in (tmp_path, draft, draft / "report.json"):
         with pytest.warns(
             UserWarning, match="report.json is missing, or is not the file that cotrain.json was written with"
         ):
-            load([str(path)])
+            load_runs([str(path)])

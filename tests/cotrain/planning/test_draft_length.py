@@ -115,7 +115,7 @@ def test_the_tau_of_a_plan_is_that_of_its_draft_length(monkeypatch) -> None:
     full, asked = chains_of(3, (1.0, 1.1, 1.2, 1.3), rates), []
     monkeypatch.setattr(planner, "measure_acceptance", lambda *given: rates)
     monkeypatch.setattr(planner, "plan_length", lambda *given: (replace(full, k=2) if given[4:] else full, costs))
-    monkeypatch.setattr(planner, "measured", lambda plan, until: asked.append(plan.bench.rows) or costs)
+    monkeypatch.setattr(planner, "measured_costs", lambda plan, until: asked.append(plan.bench.rows) or costs)
     monkeypatch.setattr(planner, "best_tree", lambda *given: None)
     for rows, k, tau in ((1, 3, 1.9), (4, 2, 1.8), (8, 3, 1.9)):
         plan, known, chosen = planner.plan_draft(plan_of(bench=resized(plan_of().bench, rows=rows)), costs, "texts")  # type: ignore[arg-type]

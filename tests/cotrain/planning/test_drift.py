@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.planning.drift import Drift, planned, served
+from cotrain.planning.drift import Drift, read_plan, served_counters
 from cotrain.planning.drift import drift as drift_of
 from tests.broken import broken
 
@@ -46,8 +46,8 @@ def drift(tmp_path: Path) -> Callable[[Any, Any], Drift]:
         }
         (tmp_path / "plan.json").write_text(json.dumps(plan))
         (tmp_path / "several.json").write_text(json.dumps(several))
-        found = drift_of(planned(tmp_path / "plan.json"), counters)
-        assert found == drift_of(planned(tmp_path / "several.json"), counters)
+        found = drift_of(read_plan(tmp_path / "plan.json"), counters)
+        assert found == drift_of(read_plan(tmp_path / "several.json"), counters)
         return found
 
     return compared
@@ -56,7 +56,7 @@ def drift(tmp_path: Path) -> Callable[[Any, Any], Drift]:
 def counters(tmp_path: Path, shares: list[float], rounds: int = 20_000) -> Any:
     file = tmp_path / "log.json"
     file.write_text(json.dumps({"rounds": rounds, "accepted_by_depth": [round(rounds * share) for share in shares]}))
-    return served(file)
+    return served_counters(file)
 
 
 def test_what_was_forecast_is_no_drift(tmp_path: Path, drift: Any) -> None:
@@ -106,7 +106,7 @@ def test_the_page_of_a_server_is_read(tmp_path: Path) -> None:
     page = [f"vllm:spec_decode_{name}_total {value}.0" for name, value in totals.items()]
     page += [depth % pair for pair in ((0, 60.0), (1, 30.0))]
     (tmp_path / "metrics").write_text("\n".join(page) + "\n")
-    found = served(tmp_path / "metrics")
+    found = served_counters(tmp_path / "metrics")
     assert found.rounds == 100 and found.by_depth == (60, 30) and found.tau == pytest.approx(1.9)
 
 
@@ -121,10 +121,10 @@ def test_rounds_of_unequal_lengths_are_refused(tmp_path: Path, drift: Any) -> No
     accepted = [6000, 1800, 1100, 650]
     file.write_text(json.dumps({"rounds": 10_000, "accepted_by_depth": accepted, "drafted": 25_000}))
     with pytest.raises(UserError, match=r"2.50 tokens are drafted per round, and 4 at most"):
-        drift(PLAN, served(file))
+        drift(PLAN, served_counters(file))
     whole = {"rounds": 10_000, "accepted_by_depth": [6000, 3600, 2200, 1300], "drafted": 39_500}
     file.write_text(json.dumps(whole))  # the ends of texts
-    assert drift(PLAN, served(file)).cause is None
+    assert drift(PLAN, served_counters(file)).cause is None
 
 
 def test_a_temperature_that_has_no_short_decimal(tmp_path: Path, drift: Any) -> None:
@@ -174,7 +174,7 @@ SAVE = "save the page of a vLLM server, as with `curl .*, or JSON with rounds"
 def test_a_file_of_something_else_is_told_what_to_save(content: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "log").write_text(content)
     with pytest.raises(UserError, match=says) as raised:
-        served(tmp_path / "log")
+        served_counters(tmp_path / "log")
     assert "log" in str(raised.value)
 
 
@@ -190,7 +190,7 @@ def test_any_other_value_in_any_place_is_a_sentence_or_an_answer(tmp_path: Path)
         plan.write_text(json.dumps(given))
         log.write_text(json.dumps(counts))
         try:
-            found = drift_of(planned(plan), served(log))
+            found = drift_of(read_plan(plan), served_counters(log))
         except UserError as error:
             assert (
                 str(error).startswith(("output=", "log")) and "\n" not in str(error) and "object" not in str(error)

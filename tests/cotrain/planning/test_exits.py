@@ -14,8 +14,8 @@ from cotrain.acceptance import iid_tau
 from cotrain.cli import main
 from cotrain.data.splits import SPLITS
 from cotrain.planning import exits as exit_planner
-from cotrain.planning.exits import TextStates, figures, line_of, moved, rated, read
-from cotrain.students.early_exit import candidates
+from cotrain.planning.exits import TextStates, exit_figures, line_of, moved, rated, read_states
+from cotrain.students.early_exit import candidate_exits
 from inference import Sampling
 from inference.measure.costs import Costs
 from inference.models.passes import LAST
@@ -37,7 +37,7 @@ def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, exits: list[Any]) -> i
     folder.mkdir()
     cfg = SimpleNamespace(draft=SimpleNamespace(kind="early_exit", layers=None), init=SimpleNamespace(kind="scratch"))
     monkeypatch.setattr(exit_planner, "exits", lambda job: [vars(one) for one in exits])
-    exit_planner.planned(SimpleNamespace(cfg=cfg, folder=folder))  # type: ignore[arg-type]
+    exit_planner.plan_exits(SimpleNamespace(cfg=cfg, folder=folder))  # type: ignore[arg-type]
     return cfg.draft.layers  # type: ignore[return-value]
 
 
@@ -52,10 +52,14 @@ def test_the_exit_of_most_speed_up_is_chosen(tmp_path: Path, monkeypatch: pytest
 
 
 def test_candidates_end_before_the_target_does() -> None:
-    assert candidates(2) == [1] and candidates(16) == list(range(1, 16))
-    assert candidates(32) == list(range(2, 31, 2)) and len(candidates(81)) == 15 and max(candidates(81)) < 81
+    assert candidate_exits(2) == [1] and candidate_exits(16) == list(range(1, 16))
+    assert (
+        candidate_exits(32) == list(range(2, 31, 2))
+        and len(candidate_exits(81)) == 15
+        and max(candidate_exits(81)) < 81
+    )
     with pytest.raises(ValueError, match="draft.layers=null: .* but the target has one layer: set draft.layers=1"):
-        candidates(1)
+        candidate_exits(1)
 
 
 V, D = 6, 4
@@ -77,7 +81,7 @@ def known(texts: int, noise: bool) -> tuple[list[TextStates], Any]:
 def acceptance(texts: int, noise: bool) -> float:
     reads, head = known(texts, noise)
     plan: Any = SimpleNamespace(sampling=Sampling(), objective="sampled", depths=[2])
-    result = figures(1, reads, head, plan)
+    result = exit_figures(1, reads, head, plan)
     assert result.logp.shape == result.logq.shape == (texts // 2, 40)
     return float(result.alpha.sum() / result.lengths.sum())
 
@@ -99,7 +103,7 @@ def test_what_is_read_is_what_makes_each_token() -> None:
     """Of every token of a text, not of its prompt: the states before it, with the target's norm behind a layer."""
     target = network(layers=3)
     prompts, texts = [[5, 6, 7], [8]], [[9, 10], [11, 12, 13]]
-    result, head = read(Emitted(prompts, [0, 1], texts, []), target, VOCABULARY, [1, 2])
+    result, head = read_states(Emitted(prompts, [0, 1], texts, []), target, VOCABULARY, [1, 2])
     for one, prompt, text in zip(result, prompts, texts, strict=True):
         with torch.no_grad():
             built = target(torch.tensor([prompt + text]), output_hidden_states=True)
@@ -119,7 +123,7 @@ def test_figures_are_those_of_both_distributions(objective: str) -> None:
     served."""
     reads, head = known(6, noise=True)
     plan: Any = SimpleNamespace(sampling=Sampling(temperature=0.7), objective=objective, depths=[2])
-    result = figures(1, reads, head, plan)
+    result = exit_figures(1, reads, head, plan)
     f, s = (torch.cat([one.states[part] for one in reads[0::2]]) for part in (1, LAST))
     w = line_of(f, s)
     for row, one in enumerate(reads[1::2]):
@@ -136,11 +140,11 @@ def test_every_exit_costs_what_its_share_of_the_way_says(monkeypatch: pytest.Mon
     two dearer, whatever the first one cost."""
     plans = {at: SimpleNamespace(at=at, verify="token", depths=[2]) for at in (2, 30)}
     monkeypatch.setattr(exit_planner, "decoder_layers", lambda target: range(32))
-    monkeypatch.setattr(exit_planner, "plan_of", lambda job, at: plans[at])
+    monkeypatch.setattr(exit_planner, "exit_plan", lambda job, at: plans[at])
     monkeypatch.setattr(exit_planner, "costs_of", lambda plan: replace(COSTS, draft=5.0 + 2.0 * plan.at))
     monkeypatch.setattr(exit_planner, "plain_texts", lambda plan: None)
-    monkeypatch.setattr(exit_planner, "read", lambda *of: ([], None))
-    monkeypatch.setattr(exit_planner, "figures", lambda *of: None)
+    monkeypatch.setattr(exit_planner, "read_states", lambda *of: ([], None))
+    monkeypatch.setattr(exit_planner, "exit_figures", lambda *of: None)
     monkeypatch.setattr(exit_planner, "acceptance", lambda *of: rates_of((2.0, 3.0)))
     job: Any = SimpleNamespace(target=None, vocabulary=V)
     assert [(one["layers"], one["cost"]) for one in exit_planner.exits(job)] == [
@@ -167,7 +171,7 @@ def test_exits_are_rated_on_prompts_that_rank(tmp_path: Path, monkeypatch: pytes
     job: Any = SimpleNamespace(
         cfg=cfg, target=network(), source=of, plan_with=lambda net, prompts: given.append(prompts)
     )
-    exit_planner.plan_of(job, 1)
+    exit_planner.exit_plan(job, 1)
     assert (given[0].ranking, given[0].final) == (rows[SPLITS[1]], rows[SPLITS[2]])
 
 
@@ -194,7 +198,7 @@ def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pyt
     report = json.loads((run / "draft" / "report.json").read_text())
     config = json.loads((run / "draft" / "config.json").read_text())
     assert report["extra"]["exit_plan"] == plan and config["num_hidden_layers"] == plan["layers"]
-    assert [one["layers"] for one in plan["exits"]] == candidates(2)
+    assert [one["layers"] for one in plan["exits"]] == candidate_exits(2)
     assert f"draft.layers={plan['layers']}: " in said and "expected at k = " in said
     (only,) = plan["exits"]
     assert 0 < only["alpha"] < 1 and only["cost"] > 0 and 1 < only["tau"] < 1 + only["k"] and only["speedup"] > 0
@@ -211,8 +215,8 @@ def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
         return SimpleNamespace(cfg=cfg, folder=folder)
 
     first, again, given = job(None), job(None), job(3)
-    plans = [exit_planner.planned(one) for one in (first, again, given)]
+    plans = [exit_planner.plan_exits(one) for one in (first, again, given)]
     assert plans[0] == plans[1] and plans[0] and plans[0]["layers"] == 2 and plans[2] is None and built == [1]
     assert (first.cfg.draft.layers, again.cfg.draft.layers, given.cfg.draft.layers) == (2, 2, 3)
     loaded = job(None, "pretrained", tmp_path / "other")  # the exit is the folder's
-    assert exit_planner.planned(loaded) is None and loaded.cfg.draft.layers is None and built == [1]
+    assert exit_planner.plan_exits(loaded) is None and loaded.cfg.draft.layers is None and built == [1]

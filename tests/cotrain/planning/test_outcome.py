@@ -8,7 +8,7 @@ import torch
 
 from cotrain.planning import outcome
 from cotrain.planning.forecast import Acceptance
-from cotrain.planning.outcome import profile, schedules
+from cotrain.planning.outcome import schedules, speculation_profile
 
 
 def best(kind: str = "independent", verify: str = "token", prefix: tuple[float, ...] = (0.6, 0.3)) -> Any:
@@ -29,7 +29,7 @@ MADE: Any = {"settings": {}, "environment": {}}
 
 def test_the_profile_is_that_of_expected_rounds() -> None:
     """A round emits one token more than it accepts: position i of the rates is length i + 2 of the histogram."""
-    found = profile(best(), 1.0, MADE)
+    found = speculation_profile(best(), 1.0, MADE)
     assert found["mean_accept_length"] == pytest.approx(1.9) and found["validation"]["mean_consistency"]["passed"]
     histogram = {int(n): count for n, count in found["acceptance_length_histogram"].items()}
     rounds = sum(histogram.values())
@@ -45,11 +45,13 @@ def test_the_profile_is_that_of_expected_rounds() -> None:
 def test_a_profile_that_contradicts_itself_says_so() -> None:
     given = best()
     given.acceptance[1.0].by_depth["histogram"] = [0.7, -0.3, 0.6]
-    found = profile(given, 1.0, MADE)["validation"]
+    found = speculation_profile(given, 1.0, MADE)["validation"]
     assert found["marginal_monotonicity"]["violations"] == [
         {"position": 1, "value": 0.6, "previous": pytest.approx(0.3)}
     ]
-    assert profile(best(), 1.0, MADE)["validation"]["mean_consistency"]["abs_delta"] == pytest.approx(0, abs=1e-9)
+    assert speculation_profile(best(), 1.0, MADE)["validation"]["mean_consistency"]["abs_delta"] == pytest.approx(
+        0, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,13 +64,13 @@ def test_a_profile_that_contradicts_itself_says_so() -> None:
     ],
 )
 def test_kinds_have_their_names_there(kind: str, verify: str, method: str, model: str) -> None:
-    found = profile(best(kind, verify), 1.0, MADE)
+    found = speculation_profile(best(kind, verify), 1.0, MADE)
     assert (found["method"], found["accept_length_model"]) == (method, model)
     assert found["verification_method"] == ("block" if verify == "block" else "longest_prefix")
 
 
 def test_paths_of_this_machine_are_not_published() -> None:
-    found = profile(best(), 1.0, MADE)
+    found = speculation_profile(best(), 1.0, MADE)
     assert found["draft_checkpoint"] == {"id": "drafts/mine"} and found["target_model"] == {"id": "org/target"}
 
 

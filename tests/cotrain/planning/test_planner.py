@@ -28,7 +28,7 @@ def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.M
         result = fast if plan.compiled.plain else EAGER
         return MeasuredCosts(result, result, {})
 
-    monkeypatch.setattr(planner, "measured", measured)
+    monkeypatch.setattr(planner, "measured_costs", measured)
     monkeypatch.setattr(planner, "rounds_of", lambda *_: {0: RealRound(0.0, 1.0, 0.1)})
     assert planner.choose_compiled(plan)[0].compiled == CompiledParts(False, True, True)
 

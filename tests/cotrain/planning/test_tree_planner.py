@@ -19,7 +19,7 @@ from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     advice,
     best_tree,
-    candidates,
+    candidate_trees,
     choice_line,
     plain_distributions,
     plain_texts,
@@ -34,7 +34,7 @@ from inference.exactness.teacher_forced import routes, teacher_forced, tree_of
 from inference.exactness.verdict import check
 from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
-from inference.measure.tree_shapes import fitted, probes
+from inference.measure.tree_shapes import fitted_seconds, probes
 from inference.models.passes import Pass
 from inference.output import Emitted
 from inference.policy import Fixed
@@ -178,7 +178,7 @@ def test_costs_of_trees_are_those_of_rounds_that_were_run() -> None:
 
     trees = probes(16, 4)
     assert trees[0] == chain(4) and full((8, 1)) in trees and full((8, 2)) not in trees
-    seconds = fitted(table, {tree: took(tree) for tree in trees})
+    seconds = fitted_seconds(table, {tree: took(tree) for tree in trees})
     for tree in [*trees, (-1, -1, 0, 0, 1, 3), full((3, 3))]:
         assert seconds(tree) == pytest.approx(took(tree).seconds)
     with pytest.raises(ValueError, match="measured up to 16 drafts, but this tree has 20 nodes"):
@@ -187,7 +187,7 @@ def test_costs_of_trees_are_those_of_rounds_that_were_run() -> None:
 
 def test_no_part_of_drafting_costs_less_than_nothing() -> None:
     rounds = {chain(2): RealRound(0.4, 1, 1), chain(3): RealRound(0.3, 1, 1), full((2, 1)): RealRound(0.5, 1, 1)}
-    seconds = fitted(Costs((1.0,) * 9, 0.1, (1.0,) * 9), rounds)
+    seconds = fitted_seconds(Costs((1.0,) * 9, 0.1, (1.0,) * 9), rounds)
     assert seconds(chain(8)) >= seconds(chain(2)) > 2 and seconds((-1, -1, 0, 1)) > seconds(chain(2))
 
 
@@ -334,7 +334,7 @@ def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forc
     assert distributions is not None and distributions.q.shape == (*distributions.x.shape, 2, 300)
     alone = distributions.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
     assert bool((alone[:, 1] == 0).all()) and bool((distributions.q[:, 1:-2].sum(-1) > 0.99).all())
-    result = candidates(tree_search(plan, distributions), lambda parents: 1.0)
+    result = candidate_trees(tree_search(plan, distributions), lambda parents: 1.0)
     assert result and max(tree.depth for tree in result) <= 2
 
 
@@ -343,18 +343,18 @@ def test_children_are_as_the_draft_was_trained() -> None:
     plan, texts = plan_of(), plain_texts(plan_of())
     distributions = plain_distributions(plan, texts)
     assert distributions
-    flat = candidates(tree_search(plan, distributions), lambda parents: 1.0)
+    flat = candidate_trees(tree_search(plan, distributions), lambda parents: 1.0)
     assert {(tree.rule, tree.likeliest) for tree in flat} == {("tree", False), ("traversal", False), ("tree", True)}
     taus = [tau_of(distributions, tree) for tree in flat]
     assert taus == sorted(taus, reverse=True) and all(len(tree.parents) == 4 for tree in flat)
     assert all(
         tree.likeliest
-        for tree in candidates(tree_search(replace(plan, objective="greedy"), distributions), lambda parents: 1.0)
+        for tree in candidate_trees(tree_search(replace(plan, objective="greedy"), distributions), lambda parents: 1.0)
     )
-    assert candidates(tree_search(plan, distributions), lambda parents: 1.0 if parents == (-1, -1) else 99.0)[
+    assert candidate_trees(tree_search(plan, distributions), lambda parents: 1.0 if parents == (-1, -1) else 99.0)[
         0
     ].parents == (-1, -1)
-    cheap_chains = candidates(
+    cheap_chains = candidate_trees(
         tree_search(plan, distributions), lambda parents: 0.01 if parents == chain(len(parents)) else 1.0
     )
     assert all(len(set(tree.parents)) < len(tree.parents) for tree in cheap_chains)  # each branches

@@ -20,7 +20,7 @@ from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import load_pair
 from cotrain.training import run
-from cotrain.training.job import sampled
+from cotrain.training.job import sampled_texts
 from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference import Sampling
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
@@ -211,13 +211,13 @@ def test_the_shipped_texts_are_what_the_defaults_ask_for(tmp_path: Path) -> None
     cfg, shipped = composed(), (("train", 1.0), ("held_out", 0.0), ("held_out", 0.5), ("held_out", 1.0))
     target, words = load_pair("bundled")
     fill_prompt_tokens(cfg, target, timed(cfg.bench), {})
-    found = sampled(cfg, target, words, tmp_path)
+    found = sampled_texts(cfg, target, words, tmp_path)
     for kind, t in shipped:
         texts = found.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
         assert len(texts) == 3 * (cfg.rollout.texts if kind == "train" else cfg.rollout.held_out_texts)
     cfg.data.bytes = dict(cfg.data.bytes) | {"prose": 0}
     cfg.data.held_out_bytes = dict(cfg.data.held_out_bytes) | {"prose": 0}
-    other = replace(found, source=sampled(cfg, target, words, tmp_path).source)
+    other = replace(found, source=sampled_texts(cfg, target, words, tmp_path).source)
     for kind, t in shipped:
         with pytest.raises(ZeroDivisionError):
             other.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]

@@ -15,7 +15,17 @@ from cotrain.data.sources import source_of
 from cotrain.data.splits import SPLITS
 from cotrain.errors import UserError
 from cotrain.rollout import self_prompts
-from cotrain.rollout.self_prompts import FILTERS, MOST, Opening, SelfPrompts, filtered, line, needed, opening, unended
+from cotrain.rollout.self_prompts import (
+    FILTERS,
+    MOST,
+    Opening,
+    SelfPrompts,
+    counts_line,
+    filtered,
+    needed,
+    opening,
+    unended,
+)
 from inference import Sampling
 from tests.folders import tokenizer
 
@@ -250,10 +260,10 @@ class TestFile:
     ) -> None:
         asked(tmp_path).file(Scripted([*messages(300), written("a")]).by())
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
-        assert line(counts) in capsys.readouterr().out
+        assert counts_line(counts) in capsys.readouterr().out
         assert counts["asked"] == counts["kept"] + sum(counts["dropped"].values())
         some = {"asked": 5, "kept": 3, "dropped": {"short": 2, "empty": 0}, "splits": {"train": 2, "held_out": 1}}
-        assert line(some) == (
+        assert counts_line(some) == (
             "data=self: 5 prompts sampled from the target, 3 kept (train 2, held_out 1); dropped: 2 short"
         )
 

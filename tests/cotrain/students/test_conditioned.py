@@ -88,7 +88,7 @@ def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: P
 def test_rounded_weights_keep_their_scale() -> None:
     network = conditioned_near(tiny(hidden=64, dtype=torch.float32))
     quantised.refuse_unknown(network)
-    other = quantised.rounded(network, "int8")
+    other = quantised.rounded_draft(network, "int8")
     assert torch.equal(other.get_parameter(TABLE), network.get_parameter(TABLE))
     assert not torch.equal(other.lm_head.weight, network.lm_head.weight)
 

@@ -144,7 +144,7 @@ def test_answers_of_no_one_and_two_tokens_are_learnt_and_judged(kind: str) -> No
     held, head = held_out(served(model, layers=student.reads)[0], texts, 1.0), split(model)[1]
     scores = evaluate(held, student, head)["all"]
     assert scores.tau(3) == 1 and scores.alphas[1:] == pytest.approx([torch.nan] * len(scores.alphas[1:]), nan_ok=True)
-    assert profile.line(1.0, profile.profile(held.spread(1), student, head))  # of two tokens
+    assert profile.profile_line(1.0, profile.profile(held.spread(1), student, head))  # of two tokens
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from cotrain.config.groups import Init
 from cotrain.students.base import Seen, student_class
 from cotrain.students.parallel import ParallelStudent
-from cotrain.students.quantised import projections, refuse_unknown
+from cotrain.students.quantised import draft_projections, refuse_unknown
 from inference import Engine, load, proposers
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, save
@@ -220,5 +220,5 @@ def test_where_a_markov_head_comes_from(tmp_path: Path) -> None:
 
 def test_rounding_leaves_a_markov_head_alone() -> None:
     network = chained(masked(tiny(), 0.3))
-    assert not [name for name in projections(network) if "markov" in name] and projections(network)
+    assert not [name for name in draft_projections(network) if "markov" in name] and draft_projections(network)
     refuse_unknown(network)

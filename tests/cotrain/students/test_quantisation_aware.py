@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from cotrain.cli import main
-from cotrain.students.quantised import quantised, rounded
+from cotrain.students.quantised import quantised, rounded_draft
 from cotrain.training.callbacks import QuantisationAware
 from inference.models.lm import LM
 from tests.cotrain.commands.test_train import SIZES
@@ -33,7 +33,7 @@ def test_an_int8_draft_has_the_served_distribution() -> None:
     draft, ids = network(layers=1).bfloat16(), torch.arange(2, 34).view(2, 16)
     served = LM(draft, 2, 300, int8=True)
     expected = torch.cat([served.forward(ids[:, i : i + 1], [i, i]).logits for i in range(16)], 1)
-    int8_draft = rounded(draft, "int8")
+    int8_draft = rounded_draft(draft, "int8")
     assert torch.equal(int8_draft.get_input_embeddings().weight, draft.get_input_embeddings().weight)
     with torch.no_grad():
         apart = [(model(ids).logits.float() - expected.float()).abs().mean() for model in (int8_draft, draft)]
@@ -43,7 +43,7 @@ def test_an_int8_draft_has_the_served_distribution() -> None:
 def test_rounding_leaves_the_draft_unchanged() -> None:
     draft = network(layers=1)
     before = {name: value.clone() for name, value in draft.state_dict().items()}
-    rounded(draft, "nf4")
+    rounded_draft(draft, "nf4")
     assert all(torch.equal(value, before[name]) for name, value in draft.state_dict().items())
 
 
@@ -52,7 +52,7 @@ def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
     module, callback = SimpleNamespace(draft=draft), QuantisationAware("nf4")
     whole = copy.deepcopy(draft.state_dict())
     callback.on_train_batch_start(None, module)
-    reference = rounded(draft, "nf4")  # once rounded, rounding changes nothing
+    reference = rounded_draft(draft, "nf4")  # once rounded, rounding changes nothing
     for one in (draft, reference):
         one.requires_grad_(True)
         one(ids, labels=ids).loss.backward()

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.students.base import student_class
-from cotrain.students.quantised import projections, quantised, rounded
+from cotrain.students.quantised import draft_projections, quantised, rounded_draft
 from cotrain.training import assembly
 from cotrain.training.preconditions import size_of
 from inference import load
@@ -163,12 +163,12 @@ def test_a_whole_folder_is_pruned_by_counts(place: Path, monkeypatch: pytest.Mon
 def test_rounding_is_of_both_matrices_and_of_no_projection() -> None:
     """The head is rounded by itself, as a serving engine does; training rounds projections alone."""
     network = started("independent", tiny(dtype=torch.float32), vocabulary=16, head_rank=5).network
-    assert not [name for name in projections(network) if "lm_head" in name]
-    head, before = rounded(network, "int8").lm_head.projection, network.lm_head.projection
+    assert not [name for name in draft_projections(network) if "lm_head" in name]
+    head, before = rounded_draft(network, "int8").lm_head.projection, network.lm_head.projection
     for part in ("up", "down"):
         ours, whole = (getattr(one, part).weight for one in (head, before))
         assert torch.equal(ours, quantised(whole, "int8")) and not torch.equal(ours, whole)
-    assert torch.equal(rounded(network, "nf4").lm_head.projection.up.weight, before.up.weight)
+    assert torch.equal(rounded_draft(network, "nf4").lm_head.projection.up.weight, before.up.weight)
 
 
 def test_the_size_of_a_draft_counts_its_own_head() -> None:

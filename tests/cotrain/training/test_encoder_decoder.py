@@ -20,7 +20,7 @@ from cotrain.cli import main
 from cotrain.config.drafts import DRAFTS
 from cotrain.config.groups import Init
 from cotrain.data.splits import Prompts
-from cotrain.data.texts import NO_ID, Learnt, joined
+from cotrain.data.texts import NO_ID, Learnt, joined_texts
 from cotrain.evaluation.held_out import evaluate, held_out
 from cotrain.export.hf import export
 from cotrain.losses import divergences as losses
@@ -35,7 +35,7 @@ from cotrain.training.module import Distillation, Stage
 from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
 from inference.models.passes import LAST
-from inference.models.pretrained import positions_of
+from inference.models.pretrained import longest_text
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
@@ -77,8 +77,8 @@ class TestTexts:
     def test_sets_are_joined_with_their_sources(self) -> None:
         texts = texts_of(t5())
         short = padded([{"domain": "b", "prompt": [9], "completion": [3]}], (0,))
-        assert joined([short, texts]).prompts == [[9], *SOURCES]
-        assert joined([texts, short]).source.shape == (4, 7)
+        assert joined_texts([short, texts]).prompts == [[9], *SOURCES]
+        assert joined_texts([texts, short]).source.shape == (4, 7)
 
     def test_equal_texts_of_other_sources_are_other_texts(self) -> None:
         rows = [{"domain": "a", "prompt": source, "completion": [3]} for source in ([4], [5], [4])]
@@ -497,7 +497,7 @@ def test_a_deeper_decoder_that_transformers_cannot_decode_is_named_early(
 def test_texts_fit_where_the_engine_says_they_do(key: str) -> None:
     """A T5 has no learned positions, and its config may name a longest text all the same."""
     model = t5(**{key: 32})
-    assert positions_of(model.config) == Engine(model).target.context == 32
+    assert longest_text(model.config) == Engine(model).target.context == 32
 
 
 def test_sources_and_texts_fit_each_for_itself() -> None:

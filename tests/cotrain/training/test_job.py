@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.data.prompt_rows import PromptRows, said
+from cotrain.data.prompt_rows import PromptRows, said_of_rows
 from cotrain.data.texts import Texts
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
@@ -86,7 +86,7 @@ def test_a_template_writes_the_date_of_the_first_run_with_the_same_texts(
             folder and str(tmp_path / folder),
             overwrite,
         )
-        texts = job_module.sampled(cfg, network(), words, tmp_path / "texts")
+        texts = job_module.sampled_texts(cfg, network(), words, tmp_path / "texts")
         dates = {origin["date"] for origin in texts.source.values()}  # type: ignore[index]
         cfg.overwrite = False
         day = job_module.template_of(cfg, network(), words).day
@@ -130,8 +130,8 @@ def test_a_target_teaches_in_its_own_numbers() -> None:
 
 def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]:
     met: list[dict[str, float]] = []
-    monkeypatch.setattr(assembly, "shared", lambda texts, shares: (met.append(dict(shares)), texts)[1])
-    monkeypatch.setattr(assembly, "joined", lambda *_: None)
+    monkeypatch.setattr(assembly, "shared_texts", lambda texts, shares: (met.append(dict(shares)), texts)[1])
+    monkeypatch.setattr(assembly, "joined_texts", lambda *_: None)
     cfg = composed(*overrides)
     texts = Texts(torch.zeros(1, 2), torch.ones(1), torch.ones(1), ["a"])
     job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: texts, chats=False)
@@ -149,7 +149,7 @@ def test_shares_of_embedded_domains_do_not_apply_to_own_texts(monkeypatch: pytes
 def test_prompts_that_are_left_out_are_counted() -> None:
     rows = [{"domain": "own", "prompt": [1] * n, "completion": []} for n in (3, 9, 0, 4, 12)]
     source = PromptRows(rows, remarks=("as read",))
-    assert said({"train": source, "final": source}, 8) == [
+    assert said_of_rows({"train": source, "final": source}, 8) == [
         "as read",
         *(
             f"data.path: of 5 prompts of the split {split}, 2 are longer than rollout.prompt_tokens=8 "

@@ -29,12 +29,12 @@ from cotrain.rollout.training_texts import padded, read_manifest, read_rows, sav
 from cotrain.teacher.target_distributions import FromStates, with_rest
 from cotrain.teacher.target_model import served
 from cotrain.training import joint, optim
-from cotrain.training.joint import WARM, JointTraining, adapted, adapters, choose_scale, independent
+from cotrain.training.joint import WARM, JointTraining, adapters, add_lora, choose_scale, independent
 from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
-from inference.drafts.moved_target import MOVED, about, said
+from inference.drafts.moved_target import MOVED, movement_of, said
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import tokenizer
@@ -90,7 +90,7 @@ def training(kind: str = "independent", loss: str = "tv", remember: int = 2**20,
     """A joint training of a tiny target. Its adapter is not 0."""
     target = target_of_kinds()
     student = STUDENTS[kind](target)
-    wrapped = adapted(target, 2)
+    wrapped = add_lora(target, 2)
     torch.manual_seed(7)
     adapter = [p for p in wrapped.parameters() if p.requires_grad]
     with torch.no_grad():
@@ -285,7 +285,7 @@ def pair(place: Path) -> Path:
 
 
 def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, place: Path) -> None:
-    said = about(str(pair / "target"))
+    said = movement_of(str(pair / "target"))
     assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(place / "target")
     folders = place / "target", pair / "target"
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
@@ -301,7 +301,7 @@ def held_out_rows(run: Path, place: str) -> list[dict[str, Any]]:
 
 def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, place: Path) -> None:
     """And on texts that the moved target samples from the same prompts."""
-    said = about(str(pair / "target"))
+    said = movement_of(str(pair / "target"))
     assert said is not None
     folders = place / "target", pair / "target"
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
@@ -456,12 +456,12 @@ def test_an_interrupted_run_moves_the_target_to_the_same_place(
     assert [job(place, "halted", *given) for _ in range(3)] == [1, 1, 0]
     one, two = (load_file(run / "target" / "model.safetensors") for run in (pair, place / "halted"))
     assert same(one, two)
-    assert about(str(pair / "target")) == about(str(place / "halted" / "target"))
+    assert movement_of(str(pair / "target")) == movement_of(str(place / "halted" / "target"))
 
 
 def test_an_adapter_that_is_not_merged_is_named_in_the_report_too(tmp_path: Path) -> None:
     (tmp_path / MOVED).write_text(json.dumps({"kl": 0.1, "identity": {}}))
-    assert about("elsewhere", str(tmp_path)) == {"kl": 0.1} and about("elsewhere") is None
+    assert movement_of("elsewhere", str(tmp_path)) == {"kl": 0.1} and movement_of("elsewhere") is None
 
 
 def test_what_cards_say_of_a_certificate() -> None:
@@ -510,7 +510,7 @@ def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.
     far = (*SETTINGS, "joint.lr=0.2", "joint.weight=0.0", "joint.epsilon=1e-6")
     assert job(place, "far", *far, "overwrite=true") != 0
     assert "joint.epsilon" in capsys.readouterr().err and not (place / "far" / "draft").exists()
-    assert not about(str(place / "far" / "target"))["certified"]  # type: ignore[index]
+    assert not movement_of(str(place / "far" / "target"))["certified"]  # type: ignore[index]
     capsys.readouterr()
     assert job(place, "far", *far, "joint.uncertified=true") == 0
     assert (place / "far" / "draft").exists()

@@ -12,7 +12,7 @@ import torch
 
 from cotrain.cli import main
 from cotrain.errors import NotFinite
-from cotrain.losses.chunked import positions
+from cotrain.losses.chunked import chunk_positions
 from inference import Engine, Sampling
 from inference.models.selfcheck import CheckResult, Probe
 from inference.policy import Fixed
@@ -79,7 +79,7 @@ class Broken(lightning.Callback):
 def test_a_loss_that_is_not_finite_ends_the_training_at_a_logged_step_and_is_never_saved(tmp_path: Path) -> None:
     with standin.device(), logging_soon():
         training = Training("medusa", tmp_path, (Broken(),))
-        assert training.module.chunk == positions(32, "cuda") > positions(32, "cpu")
+        assert training.module.chunk == chunk_positions(32, "cuda") > chunk_positions(32, "cpu")
         with pytest.raises(NotFinite, match="the loss of step 1 is nan, on texts .*, "):
             training.trainer.fit(training.module, training.loader)
         assert training.trainer.global_step == 1

@@ -52,7 +52,7 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         draft_int8=False,
     )
     machine = MachineSpeed(3000.0, 50.0)  # 1,000 operations a second as whole models reach
-    monkeypatch.setattr(preflight, "measured", lambda: machine)
+    monkeypatch.setattr(preflight, "machine_speed", lambda: machine)
     estimated = preflight.durations(cfg, there)
     train, held = 10 * 3 * 2, 2 * 3 * 4
     assert estimated.texts == train + held
@@ -85,25 +85,25 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg, there = job.cfg, known(monkeypatch)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
     cfg.rollout.prompt_tokens, cfg.rollout.new_tokens = 50, 30
-    need = preflight.estimate(cfg, there)
+    need = preflight.estimate_need(cfg, there)
     tokens = 6 * 80 // 2
     training = 8 * (16 + 4) + tokens * 6 * 5 * 4 + min(tokens, 2**21 // 7) * 7 * 4 * 8
     assert need == preflight.Need(100, 8, 100 * 2 + training, 8 * 4 * (5 + 4))
     cfg.trainer.ema, cfg.quantisation.kind = 0.0, "nf4"
-    assert preflight.estimate(cfg, there).memory == 100 * 0.5 + training - 8 * 4
+    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training - 8 * 4
     cfg.rollout.new_tokens = 1  # shorter than blocks
-    assert preflight.estimate(cfg, there).memory == 100 * 0.5 + training - 8 * 4 - 16 * 3 * (6 * 5 * 4 + 7 * 4 * 8)
+    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training - 8 * 4 - 16 * 3 * (6 * 5 * 4 + 7 * 4 * 8)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
     cfg.quantisation.kind = "int8"
-    assert preflight.estimate(cfg, there).memory == 100 + 8 * 4 + 1e9
+    assert preflight.estimate_need(cfg, there).memory == 100 + 8 * 4 + 1e9
     cfg.quantisation.kind, cfg.draft = "none", QuantisedDraft()  # and its copy of the target
-    assert preflight.estimate(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
+    assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
     cfg.draft, cfg.mode, cfg.trainer.batch = EagleDraft(), "joint", 2
     monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))
     for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
         there.target.config.to_dict = lambda name=method: {"quantization_config": {"quant_method": name}}
-        assert preflight.estimate(cfg, there).memory == 3 * 10**6 * size
+        assert preflight.estimate_need(cfg, there).memory == 3 * 10**6 * size
 
 
 def test_decoding_takes_what_its_larger_batch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_memory_is_of_the_pretrained_draft_not_of_the_target(mistakes: Path, mon
     pretrained = ["trainer.batch=256", "init=pretrained", f"draft.path={mistakes / 'tiny'}"]
     copied = ["trainer.batch=256", "init.layers=[0,1]"]
     ways = [composed(*quote(command(mistakes, *setting)[1:])) for setting in (pretrained, copied)]
-    one, whole = (preflight.estimate(cfg, require(cfg)) for cfg in ways)
+    one, whole = (preflight.estimate_need(cfg, require(cfg)) for cfg in ways)
     parameters = [size_of(network(layers=layers)).parameters for layers in (1, 2)]
     assert [one.draft, whole.draft] == parameters
     assert whole.memory - one.memory == (parameters[1] - parameters[0]) * preflight.TRAINED_BYTES

@@ -60,7 +60,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(type(job), "chats", True)
     monkeypatch.setattr(type(job), "messages", True)
-    monkeypatch.setattr(results, "measured", lambda *given: calls.append(given) or "report")
+    monkeypatch.setattr(results, "write_measured", lambda *given: calls.append(given) or "report")
     monkeypatch.setattr(results, "coverage", lambda held, known: (held, int(known.sum())))
     monkeypatch.setattr(results.profile, "line", lambda t, one: "")
     others: Any = ("held", results.Provenance(9, 1.0, 2.0, 3.0, 0.25))
@@ -149,7 +149,7 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(results.replay, "write", lambda *given: calls.append(given))
     monkeypatch.setattr(results, "save", lambda *given, **settings: calls.append((given, settings)))
     monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
-    assert results.measured(job, "draft", {"own": 1}, {"more": 2}) is report
+    assert results.write_measured(job, "draft", {"own": 1}, {"more": 2}) is report
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)

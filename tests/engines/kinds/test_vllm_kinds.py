@@ -59,7 +59,7 @@ def test_a_draft_is_accepted_as_here(
             answer = asking(vllm, regime, kept)(regime.final(0, regime.bench.prompts), ROWS)
             rounds = (answer[0], answer[2])
             if served.get(key, (None,))[0] != rounds:
-                served[key] = rounds, checked.parity(regime, lambda *_, answer=answer: answer, K, at_once=ROWS)
+                served[key] = rounds, checked.server_parity(regime, lambda *_, answer=answer: answer, K, at_once=ROWS)
             parity = served[key][1]
             figures[f"temperature {temperature:g}"] = parity.report()
             print(f"\nvllm, {name}, temperature {temperature:g}: {parity.line()}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from inference.exactness.figures import Figures, at_least, check_calls, check_depth
+from inference.exactness.figures import Figures, check_calls, check_depth, prob_at_least
 from inference.output import Counts, Emitted
 
 
@@ -87,7 +87,10 @@ def test_the_distribution_of_accepted_drafts_is_that_of_coins_of_each_probabilit
             sides = torch.tensor(coins)
             known[sum(coins)] += torch.where(sides > 0, probs, 1 - probs).prod()
         for count in range(n + 1):
-            assert at_least(count, probs) == pytest.approx(float(known[count:].sum()))
+            assert prob_at_least(count, probs) == pytest.approx(float(known[count:].sum()))
     rare = torch.full((20,), 0.01, dtype=torch.float64)
-    assert at_least(2, rare) == pytest.approx(1 - 0.99**20 - 20 * 0.01 * 0.99**19)
-    assert at_least(5000, 1 - 0 * rare[:1].expand(5000)) == pytest.approx(1) and abs(at_least(1, 0 * rare)) < 1e-9
+    assert prob_at_least(2, rare) == pytest.approx(1 - 0.99**20 - 20 * 0.01 * 0.99**19)
+    assert (
+        prob_at_least(5000, 1 - 0 * rare[:1].expand(5000)) == pytest.approx(1)
+        and abs(prob_at_least(1, 0 * rare)) < 1e-9
+    )

@@ -40,8 +40,8 @@ def test_what_others_used_is_what_is_left() -> None:
     assert used == pytest.approx(1.5) and disturbed(used, 2) is True
     assert disturbed(others(Reading(0, 0, 0.0), Reading(10, 19, 19.5)), 2) is False
     assert others(Reading(0, 0, None), Reading(9, 9, None)) is None and disturbed(None, 2) is None
-    assert "measured during other work: other processes used 1.50 of 2 cores" in contention.line(1.5, 2)
-    assert "unknown" in contention.line(None, 2) and "no other work" in contention.line(0.01, 2)
+    assert "measured during other work: other processes used 1.50 of 2 cores" in contention.contention_line(1.5, 2)
+    assert "unknown" in contention.contention_line(None, 2) and "no other work" in contention.contention_line(0.01, 2)
 
 
 def test_threads_wait_passively_unless_the_machine_is_idle(tmp_path: Path, monkeypatch) -> None:

@@ -16,7 +16,7 @@ from inference.measure.costs import (
     RealRound,
     calibrated,
     interleaved,
-    joined,
+    joined_costs,
     measure_costs,
     measure_rounds,
     never_falling,
@@ -51,7 +51,7 @@ def test_a_table_is_joined_of_the_parts_that_run() -> None:
         for n in (100, 200, 300)
     )
     wanted = Costs((100, 201.0, 202.0), 303.0, (204.0, 205.0, 206.0), 200, 2000, "t200", "d300", 307.0)
-    assert joined(plain, target, draft) == wanted
+    assert joined_costs(plain, target, draft) == wanted
 
 
 def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:

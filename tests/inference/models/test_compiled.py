@@ -8,7 +8,7 @@ import torch
 from torch._inductor import cpp_builder
 
 from inference.models.lm import LM
-from inference.models.replay import Compiled, quote_libraries, reason
+from inference.models.replay import Compiled, compiler_reason, quote_libraries
 from inference.models.step import Replayed
 from tests.inference.models.test_llama import build, passes
 from tests.tiny import compiles, tiny, traced
@@ -73,8 +73,10 @@ def test_a_failed_compilation_says_its_last_line() -> None:
     message = (
         "C++ compile error\n\nOutput:\nld: cannot find -ltorch\n\nSet TORCHDYNAMO_VERBOSE=1 for the trace. For more\n"
     )
-    assert reason(RuntimeError(message)) == "ld: cannot find -ltorch"
-    assert reason(RuntimeError("no compiler\n\n")) == "no compiler" and reason(KeyError()) == "KeyError"
+    assert compiler_reason(RuntimeError(message)) == "ld: cannot find -ltorch"
+    assert (
+        compiler_reason(RuntimeError("no compiler\n\n")) == "no compiler" and compiler_reason(KeyError()) == "KeyError"
+    )
 
 
 def module_of(model: Any, rows: int) -> Any:

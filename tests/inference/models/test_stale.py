@@ -10,7 +10,7 @@ from torch import nn
 
 from inference import Engine, Sampling
 from inference.models import packing
-from inference.models.checksum import fingerprint
+from inference.models.checksum import checksum
 from inference.models.lm import LM
 from inference.policy import Fixed
 from inference.proposers import Independent
@@ -59,11 +59,11 @@ def test_a_new_engine_has_the_new_weights(change, int8):
 def test_values_that_move_are_seen():
     """Rows of a matrix, whose columns then add up as before, and columns, whose rows do."""
     layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.float64)
-    order, seen = [1, 0, *range(2, 128)], {fingerprint(layer)}
+    order, seen = [1, 0, *range(2, 128)], {checksum(layer)}
     layer.weight.data.copy_(layer.weight.data[order])
-    seen.add(fingerprint(layer))
+    seen.add(checksum(layer))
     layer.weight.data.copy_(layer.weight.data[:, order])
-    assert len(seen | {fingerprint(layer)}) == 3
+    assert len(seen | {checksum(layer)}) == 3
 
 
 def linear(model):

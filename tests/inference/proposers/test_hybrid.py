@@ -11,7 +11,7 @@ from inference.lookup.corpus import About, Datastore
 from inference.lookup.suffixes import Match, SuffixAutomaton
 from inference.output import Emitted
 from inference.policy import Fixed
-from inference.proposers.hybrid import LONGEST, Gate, HeldOutPosition, Hybrid, calibrated
+from inference.proposers.hybrid import LONGEST, Gate, HeldOutPosition, Hybrid, calibrated_gate
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
 from inference.sampling.noise import row_ids
@@ -108,7 +108,7 @@ def test_calibration_counts_right_drafts() -> None:
     places += [HeldOutPosition(Match([1], 3), 1) for _ in range(100)]
     places += [HeldOutPosition(Match([], 0), 0, accepted=n % 2) for n in range(992)]
     places += [HeldOutPosition(Match([7], 2, stored=True), 0, accepted=2) for _ in range(8)]
-    gate = calibrated(places, 2, step=0.5, column=0.1)
+    gate = calibrated_gate(places, 2, step=0.5, column=0.1)
     assert gate.lookup[0][3] == pytest.approx([160 / 208, 30 / 108])
     assert gate.lookup[0][2] == [0, 0] and gate.lookup[1][3] == [0, 0]
     assert gate.lookup[0][4] == pytest.approx([160 / 208, 30 / 108])

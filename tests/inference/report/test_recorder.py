@@ -15,7 +15,7 @@ from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
-from inference.report.replay import Recorder, validate
+from inference.report.replay import Recorder, validate_replay
 from inference.trace import trace
 from inference.verify.tree import Tree
 from tests.folders import tokenizer
@@ -34,7 +34,7 @@ def recorded(rule: str = "token", proposer: Any = None, sampling: Sampling = SAM
     engine = Engine(TARGET, proposer or Independent(DRAFT), verify=rule, policy=Fixed(3), rows=2, record=record)
     out = engine.generate(PROMPTS, max_new_tokens=14, sampling=sampling, seed=3)
     replay = record.replay()
-    validate(replay)
+    validate_replay(replay)
     return replay, out
 
 
@@ -134,7 +134,7 @@ def test_nodes_of_a_tree_are_rejected_before_an_accepted_sibling_and_at_the_end_
         traced = trace(p, proposal, u, torch.tensor([6]), padded)
         record.note([row], [0], proposal, [[len(path), 8, 3, 0, 0, *x[0, padded[0]].tolist(), *traced[0].tolist()]])
         replay = record.replay()
-        validate(replay)
+        validate_replay(replay)
         (one,) = steps(replay)
         states[tuple(path)] = "".join(draft["state"][0] for draft in one["drafts"]), one["last"]["kind"]
         assert [draft["parent"] for draft in one["drafts"]] == parents
@@ -184,7 +184,7 @@ def test_an_impossible_record_is_an_error(change: Any, message: str) -> None:
     replay = deepcopy(recorded()[0])
     change(replay)
     with pytest.raises(ValueError, match=message):
-        validate(replay)
+        validate_replay(replay)
 
 
 @pytest.mark.parametrize("tree", [None, [-1, -1, 0]])
