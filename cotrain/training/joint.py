@@ -85,8 +85,8 @@ def joint(
     """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
 
     cfg: settings that `preconditions.require` and `refuse_joint` have checked. sources: the user's texts by split, if
-    they have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the original
-    is not certified to be within joint.epsilon, unless joint.uncertified=true.
+    they have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the
+    original is not certified to be within joint.epsilon, unless joint.uncertified=true.
     """
     prompts, place = None, folder / TARGET
     if from_target(cfg.data):  # the original target samples the prompts of all stages
