@@ -278,7 +278,7 @@ def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[
     )
     assert train(tmp_path, "bom.jsonl", TEMPLATES["r1"], "check=true") == 0
     assert "40 answers are not learnt from" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="hold no completion"):
+    with pytest.raises(ValueError, match="have no completion"):
         logged(found, Ask({"train": 9}, 99, 9), "train", seed=0)
 
 

@@ -203,7 +203,7 @@ def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "text_figures", noted)
     monkeypatch.setattr(measurement, "BATCH", 2)
     result = parity(plan(), 2)
-    assert result and f" {result['relative']:+.2%};" in result["line"]
+    assert result and f" {result['relative']:+.2%});" in result["line"]
     built = [(*prompt, *text) for prompt, text in zip(measured[0].prompts, measured[0].tokens, strict=True)]
     assert result["tokens"] == 28 and len(built) == len(set(built)) == 7
 

@@ -161,7 +161,7 @@ def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path)
         (["temperatures=[-1]"], "temperatures"),
         (["drafts=[nowhere]"], "nowhere"),
         (["bench.depths=[]"], "bench.depths"),
-        (["costs=other.json", "measure=true"], "costs: "),
+        (["costs=other.json", "measure=true"], "costs=other.json: "),
         (["costs=other.json"], "costs=other.json: "),
     ],
 )

@@ -113,7 +113,7 @@ def test_what_cannot_be_written_is_named_and_left_as_it_is(tmp_path: Path) -> No
         (["generate", "target.path=ODD/config.json", "prompt=a"], "target.path: ODD/config.json is a file: give the "),
         (["plan", "log=ODD/config.json", "output=OUT"], "output=OUT: it has no plan.json"),
         (["export", "draft.path=DRAFT", "output=TARGET"], "TARGET, which draft.path=DRAFT names, lies in output="),
-        (["bench", "draft.path=/none"], "draft.path: /none: no such folder"),
+        (["bench", "draft.path=/none"], "draft.path: there is no folder /none"),
         (["bench", "draft.path=DRAFT", "bench.prompt_tokens=100"], "bench.prompt_tokens, bench.new_tokens: "),
         (["serve_check", "draft.path=DRAFT", "url=http://127.0.0.1:9", "output=OUT"], "url=http://127.0.0.1:9: no "),
         (

@@ -53,7 +53,7 @@ def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureF
             ['shapes=["draft.layers=1"]'],
             "draft.layers=1: the setting has no effect here: independent drafts read it only",
         ),
-        (['shapes=["draft=eagle"]', "drafts=[some]"], "not both"),
+        (['shapes=["draft=eagle"]', "drafts=[some]"], "without a draft folder"),
         ([], "draft.path="),
         (['shapes=["draft=eagle"]', "measure=true"], "leave out"),
     ],

@@ -121,7 +121,7 @@ def test_texts_are_shown_as_a_users_where_that_is_asked(tmp_path: Path) -> None:
         starts = {words.decode(ids) for ids in shown.several(1000, 0)}
         assert len(starts) > 60 and starts <= {f"<user>{text}<assistant>" for text in TEXTS}
         assert {words.decode(ids) for ids in raw.several(1000, 0)} <= set(TEXTS)
-        with pytest.raises(ValueError, match="data.chat: the target's tokenizer has no chat template"):
+        with pytest.raises(ValueError, match="data.chat=true: the target's tokenizer has no chat template"):
             source_of(given(path, chat=True), "train", tokenizer())
 
 

@@ -55,7 +55,7 @@ def test_equal_prompts_and_beginnings_are_shared_content(prompt: list[int], othe
 
 def test_final_prompts_are_none_that_were_learnt_from() -> None:
     assert apart([[1]], [[2], [3], [4]], [[3, 9]], "own").final == [[2], [4]]
-    with pytest.raises(ValueError, match="data.path: no prompt to time .* remains .* give more texts"):
+    with pytest.raises(ValueError, match="data.path: no prompt is left to time the exported draft, .* give more texts"):
         apart([[1]], [[3]], [[3, 9]], "own")
     with pytest.raises(ValueError, match="also were learnt from"):
         refuse_shared([[2], [3]], [[3, 9]], "were learnt from")

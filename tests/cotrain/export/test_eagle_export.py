@@ -62,7 +62,7 @@ def test_an_export_is_for_the_target_that_was_named(built: Path, tmp_path: Path)
 def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="layout=gguf: eagle drafts are written with layout=eagle3 or speculators"):
         export(built, tmp_path / "out", "gguf", target=tiny())
-    with pytest.raises(ValueError, match="hidden_size is 16, the target's 32"):
+    with pytest.raises(ValueError, match="hidden_size is 16, but the target's is 32"):
         export(built, tmp_path / "out", target=tiny(hidden=32))
 
 

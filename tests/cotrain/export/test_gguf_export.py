@@ -267,7 +267,7 @@ def test_other_shapes_are_refused(problem: str) -> None:
 def test_eight_bits_are_refused_for_other_files(draft: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     paths = [f"draft.path={draft}", f"target.path={target_folder(tmp_path / 'target')}", f"output={tmp_path / 'out'}"]
     assert main(["export", "engine=vllm", "dtype=q8_0", *paths]) == 1
-    assert "dtype=q8_0: only a GGUF file has it: engine=llamacpp" in capsys.readouterr().err
+    assert "dtype=q8_0: only GGUF files have this dtype: set engine=llamacpp" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -65,11 +65,13 @@ def test_no_kind_is_written_as_a_plain_draft_that_it_is_not(kind: str) -> None:
             layout_of(kind, engine)
         assert layout_of("independent", engine) is None
     for other_kind, engine in (("retrieval", "sglang"), ("hybrid", "sglang"), ("medusa", "llamacpp")):
-        with pytest.raises(UserError, match=f"engine={engine}: it loads no {other_kind} drafts, vllm does"):
+        with pytest.raises(
+            UserError, match=f"engine={engine}: it loads no {other_kind} drafts; they are loaded by vllm"
+        ):
             layout_of(other_kind, engine)
-    with pytest.raises(UserError, match="^engine=llamacpp: it does not draft in parallel; engine=vllm"):
+    with pytest.raises(UserError, match="^engine=llamacpp: it does not load drafts of kind parallel: set engine=vllm"):
         refuse_kind("llamacpp", "parallel")
-    with pytest.raises(UserError, match="^layout=hf: llamacpp loads gguf"):
+    with pytest.raises(UserError, match="^layout=hf: llamacpp does not load it: set layout= to one of gguf"):
         refuse_layout("llamacpp", "hf")
 
 

@@ -155,7 +155,7 @@ def test_other_errors(place: Path, tmp_path: Path) -> None:
         initial("eagle", copied(tmp_path / "nan", place / "eagle", broken), target)
     with pytest.raises(ValueError, match="draft.vocabulary=16: draft.path=.* has 20 tokens; set draft.vocabulary=null"):
         initial("eagle", place / "pruned", target, vocabulary=16)
-    with pytest.raises(ValueError, match="draft.path=.*: its hidden_size is 64, the target's 128"):
+    with pytest.raises(ValueError, match="draft.path=.*: its hidden_size is 64, but the target's is 128"):
         target_folder(tmp_path / "wide", hidden=128)
         initial("hydra", place / "hydra", load_model(str(tmp_path / "wide")))
     lacking = copied(tmp_path / "lacking", place / "independent", lambda t: t.pop("model.norm.weight"))

@@ -252,7 +252,7 @@ def test_missing_or_damaged_targets_raise(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="target.path: .*nowhere is no folder"):
         load_pair(str(tmp_path / "nowhere"))
     copy = shutil.copytree(folder, tmp_path / "copy")
-    with pytest.raises(ValueError, match="quantisation: 'nf5' is not one of none, int8, nf4"):
+    with pytest.raises(ValueError, match="quantisation must be one of none, int8, nf4, int8_rows, not 'nf5'"):
         load_pair(str(copy), "nf5")
     (copy / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(ValueError, match="model.safetensors is damaged"):

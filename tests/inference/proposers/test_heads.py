@@ -111,5 +111,5 @@ def test_the_export_is_what_vllm_computes(tmp_path: Path) -> None:
             x = x + silu(x @ tensors[f"blocks.{i}.layers.{j}.weight"].T + tensors[f"blocks.{i}.layers.{j}.bias"])
         torch.testing.assert_close(x @ tensors["lm_heads.0.weight"].T, target.lm_head(wanted))
     assert '"num_speculative_tokens": 3' in (folder / "README.md").read_text()
-    with pytest.raises(ValueError, match="k=4: .* holds 3 heads"):
+    with pytest.raises(ValueError, match="k=4: .* has 3 heads"):
         medusa_layout.export(tmp_path / "draft", tmp_path / "more", 4)

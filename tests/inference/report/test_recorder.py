@@ -167,7 +167,7 @@ def test_texts_are_pieces_of_the_whole_text() -> None:
     ("change", "message"),
     [
         (lambda one: one.update(rule=None), "replay.rule must be str"),
-        (lambda one: one["rounds"][0][0].update(row=9), r"rounds\[0\]\[0\].row is 9, there are 5 rows"),
+        (lambda one: one["rounds"][0][0].update(row=9), r"rounds\[0\]\[0\].row is 9, but there are 5 rows"),
         (lambda one: one["rounds"][0][0]["drafts"][1].update(parent=1), "parent is 1: it must be -1 or an earlier"),
         (lambda one: one["rounds"][0][0]["drafts"][0].update(state="won"), "state is 'won'"),
         (lambda one: one["rounds"][0][0]["last"].update(kind="won"), "kind is 'won'"),
