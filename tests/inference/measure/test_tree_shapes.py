@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from inference.measure.tree_shapes import grow
+from inference.measure.tree_shapes import calls_left, candidates, gains, grow
 from inference.verify import predict_chain
-from inference.verify.predict_tree import reach_tree
+from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, from_paths, paths_of
 from tests.exact import F64
 from tests.trees import depth, siblings_before, topologies
@@ -52,3 +52,28 @@ def test_growth_chooses_the_better_of_siblings_and_levels():
 def test_growth_continues_from_the_given_nodes():
     result = grow(accepts(3, 20, 2), 6, 4, start=chain(3))
     assert len(result) == 6 and result[:3] == chain(3) and depth(result) <= 4
+
+
+def test_first_order_gains_are_derivatives_of_the_calls():
+    """A node that is there with a small chance saves that share of its gain."""
+    accept, lengths, small = accepts(3, 20, 2), torch.tensor([20, 9, 15]), 1e-6
+    parents = (-1, 0, -1, 0)
+    tables = [of_rounds(accept, level, lengths) for level in range(3)]
+    result = candidates(parents, tables, torch.ones(3, 20, dtype=F64))
+    assert {node: level for node, (level, _) in result.items()} == {1: 3, 2: 2, 3: 3}  # the anchor and node 0 have two
+    for node, gain in gains(accept, parents, result, lengths).items():
+        level, chance = result[node]
+        reach = torch.nn.functional.pad(reach_tree(accept, parents, lengths), (0, 1))
+        more = reach.clone()
+        more[..., level] += small * chance
+        saved = (predict_chain.calls_from(reach, lengths) - predict_chain.calls_from(more, lengths)).sum() / small
+        assert gain == pytest.approx(float(saved), rel=1e-4)
+
+
+def test_calls_left_are_those_of_the_rest_of_the_text():
+    accept, lengths = accepts(3, 12, 2), torch.tensor([12, 5, 1])
+    reach = reach_tree(accept, (-1, -1, 0), lengths)
+    left = calls_left(reach, lengths)
+    for t in range(12):
+        rest = predict_chain.calls_from(reach[:, t:], (lengths - t).clamp(min=0))
+        torch.testing.assert_close(left[:, t], rest, rtol=0, atol=1e-12)
