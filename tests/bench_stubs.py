@@ -92,7 +92,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(matrix, "assisted_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)
     monkeypatch.setattr(plans, "Engine", engine)
-    monkeypatch.setattr(measurement.adaptive, "lines", lambda reached: [f"said {reached}"])
+    monkeypatch.setattr(measurement.adaptive, "reached_lines", lambda reached: [f"said {reached}"])
     monkeypatch.setattr(
         Plan,
         "student",

@@ -290,6 +290,17 @@ def generated(path: Path | None, *settings: str) -> None:
     generate.run(composed(*typed, command="generate"))
 
 
+def test_a_named_target_generates_and_not_that_of_the_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    learnt, other = (target_folder(tmp_path / name, seed=seed) for seed, name in enumerate(("learnt", "other")))
+    path, texts = draft_folder(tmp_path / "draft", learnt, "medusa"), []
+    for draft, target in ((path, other), (None, other), (None, learnt)):
+        generated(draft, f"target.path={target}", "max_new_tokens=8", "regime.temperature=0")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
 def test_a_policy_is_used_or_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -62,7 +62,7 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(job), "messages", True)
     monkeypatch.setattr(results, "write_measured", lambda *given: calls.append(given) or "report")
     monkeypatch.setattr(results, "coverage", lambda held, known: (held, int(known.sum())))
-    monkeypatch.setattr(results.profile, "line", lambda t, one: "")
+    monkeypatch.setattr(results.profile, "profile_line", lambda t, one: "")
     others: Any = ("held", results.Provenance(9, 1.0, 2.0, 3.0, 0.25))
     assert results.export(job, module_of(job), 64, speed, others) == "report"
     ((_, draft, training, extra),) = calls
@@ -146,7 +146,7 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(results, "prepare", lambda plan: calls.append(plan))
     monkeypatch.setattr(results.measurement, "measure", lambda plan, extra: calls.append((plan, extra)) or report)
     monkeypatch.setattr(results, "recorded", lambda plan, extra: {"recorded": extra})
-    monkeypatch.setattr(results.replay, "write", lambda *given: calls.append(given))
+    monkeypatch.setattr(results.replay, "write_replay", lambda *given: calls.append(given))
     monkeypatch.setattr(results, "save", lambda *given, **settings: calls.append((given, settings)))
     monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
     assert results.write_measured(job, "draft", {"own": 1}, {"more": 2}) is report

@@ -21,10 +21,14 @@ METRICS = """# HELP vllm:spec_decode_num_drafts_total Number of spec decoding dr
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} %d.0
 vllm:spec_decode_num_drafts_created{engine="0",model_name="m"} 1.79e+09
 vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 1.0
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 40.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 12.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 4.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 8.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_draft_tokens_total{engine="1",model_name="m"} 10.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0
+vllm:spec_decode_num_accepted_tokens_total{engine="1",model_name="m"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 6.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="1"} 1.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",model_name="m",position="0"} 2.0
 vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",model_name="m",position="0"} 1.79e+09
 """
 
