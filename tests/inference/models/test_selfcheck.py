@@ -130,7 +130,7 @@ def test_one_length_for_all_rows_is_rejected(heavy, monkeypatch):
         monkeypatch.setattr(selfcheck, "HEAVY", 0.0)
     model = build("Llama4Text", {**LLAMA4, "floor_scale": 16})
     assert LM(model, 2).context == 15
-    monkeypatch.setattr("inference.models.lm.positions_of", lambda config: config.max_position_embeddings)
+    monkeypatch.setattr("inference.models.lm.longest_text", lambda config: config.max_position_embeddings)
     with pytest.raises(
         ValueError, match="Llama4ForCausalLM: rows of different lengths cannot share its passes: logits"
     ):
