@@ -119,7 +119,7 @@ def chunked(
     truncate: a function that sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
     `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
     nucleus. The reported alpha truncates both.
-    measured: False sets all statistics but `chunk_positions` to NaN, and takes a quarter less time.
+    measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
     terms: parts of the loss, called with the same arguments. Their sums are reported separately.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for

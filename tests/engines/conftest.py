@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cotrain.config.groups import Bench
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from tests.engines.drafts import K
@@ -15,6 +16,22 @@ from tests.engines.drafts import K
 ROOT = Path(__file__).parents[2]
 OUTPUT = ROOT / "outputs" / "engines"
 KEPT = "COTRAIN_REPORTS"  # as outputs/results
+SIZE = Bench(
+    prompts=48,
+    quick_prompts=1,
+    prompt_tokens=48,
+    new_tokens=128,
+    parity_tokens=1,
+    rows=8,
+    minutes=0,
+    interval=0.1,
+    depths=[K],
+    draft_dtype="auto",
+    draft_int8=False,
+    compile=False,
+    seed=0,
+    trees=0,
+)
 CASES = [("two layers", "sampled"), ("four layers", "greedy")]
 
 

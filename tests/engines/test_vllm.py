@@ -15,7 +15,6 @@ import torch
 
 from cotrain.bench import server_parity as checked
 from cotrain.cli import main
-from cotrain.config.groups import Bench
 from cotrain.evaluation.held_out import held_out
 from cotrain.evaluation.profile import provenance
 from cotrain.export.hf import export
@@ -37,28 +36,12 @@ from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
 from studies.assisted import assisted_arm
-from tests.engines.conftest import CASES, OUTPUT
+from tests.engines.conftest import CASES, OUTPUT, SIZE
 from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
 from tests.settings import resized
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
-SIZE = Bench(
-    prompts=48,
-    quick_prompts=1,
-    prompt_tokens=48,
-    new_tokens=128,
-    parity_tokens=1,
-    rows=8,
-    minutes=0,
-    interval=0.1,
-    depths=[K],
-    draft_dtype="auto",
-    draft_int8=False,
-    compile=False,
-    seed=0,
-    trees=0,
-)
 TEMPERATURES = (1.0, 0.0)
 ALONE, TOGETHER = 3, 16  # prompts that are served one by one, and eight at a time, for their speed
 

@@ -5,31 +5,16 @@ from typing import Any
 
 import pytest
 
-from cotrain.config.groups import Bench
 from cotrain.planning.plan import Plan
 from cotrain.teacher.target_model import load_pair
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from tests.engines.conftest import OUTPUT, reported
-from tests.engines.drafts import K
+from tests.engines.conftest import SIZE as vllm_size
 from tests.engines.kinds.exported import server
+from tests.settings import resized
 
-SIZE = Bench(
-    prompts=32,
-    quick_prompts=1,
-    prompt_tokens=48,
-    new_tokens=96,
-    parity_tokens=1,
-    rows=8,
-    minutes=0,
-    interval=0.1,
-    depths=[K],
-    draft_dtype="auto",
-    draft_int8=False,
-    compile=False,
-    seed=0,
-    trees=0,
-)
+SIZE = resized(vllm_size, prompts=32, new_tokens=96)
 
 
 @pytest.fixture(scope="session")
