@@ -20,6 +20,7 @@ from inference.sampling.noise import row_ids
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
 from tests.kinds import KINDS, SHAPED, example_code
+from tests.often import EACH_WAY, often
 from tests.tiny import tiny
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 1, 11, 4, 7)]
@@ -85,8 +86,10 @@ def test_coupled_text_is_plain_text(kind: Any, plain: Any) -> None:
     assert [len(prompt) + len(text) for prompt, text in zip(PROMPTS, plain.tokens, strict=True)] == [18] * len(PROMPTS)
 
 
-def test_text_on_a_device_is_that_of_the_host(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", often(KINDS, EACH_WAY.__contains__))
+def test_text_on_a_device_is_that_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes and verdicts recorded there, and slots that grow under them."""
+    kind = KINDS[name].proposer
     monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     host, whole = tiny(), {"max_new_tokens": [3, 5, 4], "sampling": SAMPLING[:3], "ids": range(3)}

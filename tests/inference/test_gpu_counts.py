@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import gpu_counts
+from tests.often import often
 
 # launches outside graphs, each replay one of them: copies to where recordings read, counts of ids that are new
 MOST = {
@@ -31,7 +32,11 @@ MOST = {
 INNER = {"two_levels, token": 520}
 
 
-@pytest.mark.parametrize("name", MOST)
+# penalties write most; a draft of its own, heads over states, drafts of one pass, and look-up beside a model
+EACH = {"draft, penalties, bias, bans, minimum length", "eagle, token", "block, causal, token", "hybrid, token"}
+
+
+@pytest.mark.parametrize("name", often(MOST, EACH.__contains__))
 def test_a_round_copies_once_and_reads_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pinned copy to the device, which nothing waits for, and one read, whatever the settings."""
     monkeypatch.setattr(gpu_counts, "ROUNDS", 1)
