@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 # Each command's code is `run(cfg)` in `cotrain/commands/NAME.py`, and its settings are in `conf/NAME.yaml`.
 COMMANDS = {
     "rollout": "sample continuations from the target: text to train a draft on",
+    "teacher": "say how a vLLM serves a target that does not fit into the training's process",
     "datastore": "index a corpus, from which drafts are then looked up",
     "train": "distil a draft from a target and measure its speed-up",
     "bench": "measure speculative decoding beside plain decoding",

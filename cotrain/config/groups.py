@@ -98,6 +98,21 @@ class Target(ServedTarget):
     path: Annotated[str, Mark.PATH] = "bundled"
 
 
+class Teacher(Settings):
+    """Serving engines that run the target, so that it need not fit here (docs/large-targets.md)."""
+
+    presets = {"default": {}}
+
+    url: Annotated[Text, Mark.TRAINING, Mark.FREE] = None
+    """Servers that `cotrain teacher` describes, several divided by commas: they sample the texts, and give the target's
+    states; null: this process has the target."""
+
+    @property
+    def urls(self) -> list[str]:
+        """Return the servers' addresses."""
+        return [url.strip() for url in (self.url or "").split(",") if url.strip()]
+
+
 class Quantisation(Settings):
     """The target's weight quantisation, in training and in serving: none, int8 or nf4 (bitsandbytes). Commands that
     open a draft folder also accept as_trained, the quantisation stored in the folder."""

@@ -49,6 +49,7 @@ from cotrain.config.groups import (
     ServedRegime,
     ServedTarget,
     Target,
+    Teacher,
     Trainer,
 )
 from cotrain.config.names import below, unknown
@@ -91,6 +92,7 @@ class TrainConfig(Settings):
     mode: Annotated[str, one_of("distil", "joint")] = "distil"
     """distil: the target is frozen; joint: it moves too, within a bound."""
     target: Target = Target()
+    teacher: Teacher = Teacher()
     quantisation: Quantisation = Quantisation()
     draft: AnyDraft = IndependentDraft()
     init: Init = Init()
@@ -133,6 +135,21 @@ class RolloutConfig(Settings):
     """The split that prompts come from."""
     output: Output = "outputs/rollouts"
     threads: Count = 0
+
+
+class TeacherConfig(Settings):
+    """Settings of `cotrain teacher`, which says how a vLLM serves the target to `cotrain train teacher.url=`."""
+
+    target: Target = Target()
+    draft: AnyDraft = IndependentDraft()
+    init: Init = Init(kind="scratch")
+    folder: Store = "outputs/states"
+    """Where the server writes states, and the training reads them, under the same path."""
+    port: Size = 8000
+    gpus: Count = 1
+    """GPUs that share the target (vLLM's tensor parallelism); 0: a CPU."""
+    python: Text = None
+    """The interpreter of an environment with vLLM, to start the server here; null: only print its command."""
 
 
 class DatastoreConfig(Settings):
@@ -275,6 +292,7 @@ SCHEMAS: dict[str, type[Settings]] = {
     "bench": BenchConfig,
     "plan": PlanConfig,
     "generate": GenerateConfig,
+    "teacher": TeacherConfig,
     "datastore": DatastoreConfig,
     "rollout": RolloutConfig,
     "train": TrainConfig,

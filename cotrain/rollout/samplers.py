@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -148,6 +149,31 @@ class Remote:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Spreads prompts over samplers of the same distribution, which run at the same time."""
+
+    samplers: Sequence[Sampler]
+
+    @property
+    def rows(self) -> int:
+        return sum(sampler.rows for sampler in self.samplers)
+
+    def __call__(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
+    ) -> list[list[int]]:
+        n = len(self.samplers)
+
+        def part(i: int) -> list[list[int]]:
+            return self.samplers[i](prompts[i::n], sampling, new_tokens, seed, keys[i::n])
+
+        completions: list[list[int]] = [[] for _ in prompts]
+        with ThreadPoolExecutor(n) as pool:
+            for i, done in enumerate(pool.map(part, range(n))):
+                completions[i::n] = done
+        return completions
 
 
 def collect(

@@ -158,7 +158,7 @@ def trained_by(
     class."""
     cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, deadline=job.deadline)
-    module = build(
+    return build(
         student,
         job.target,
         stages(cfg.loss),
@@ -172,7 +172,5 @@ def trained_by(
         seed=cfg.trainer.seed,
         progress=progress,
         decay=cfg.loss.decay,
+        teacher=(job.read, job.halves[1]),
     )
-    if cfg.trainer.cache:
-        module.teacher.read = job.read
-    return module

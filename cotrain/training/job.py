@@ -25,20 +25,22 @@ from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
-from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
+from cotrain.rollout.samplers import Ask, Own, Remote, Sampler, Spread
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
 from cotrain.students.base import LAST
+from cotrain.teacher.server_states import load_ends, served_elsewhere
 from cotrain.teacher.states_cache import DiskCache
-from cotrain.teacher.target_model import Head, Reader, load_pair, served
+from cotrain.teacher.target_model import Head, Reader, load_config, load_pair, served
 from cotrain.training.deadline import Deadline
 from cotrain.training.interrupts import Signals
 from inference import Engine, load
 from inference.drafts.atomic import write_atomic
+from inference.drafts.bundled_target import resolve
 from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
 from inference.request import ends_of
-from inference.servers.openai_client import Client
+from inference.servers.hidden_states import StatesClient
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
@@ -77,6 +79,8 @@ class Job:
     def halves(self) -> tuple[Reader, Head]:
         """Return the target as two functions, see `target_model.served`: one from ids to hidden states, one from hidden
         states to logits. Raises ValueError if they do not compute what the model computes."""
+        if urls := self.cfg.teacher.urls:
+            return served_elsewhere(urls, self.target, self.vocabulary, self.reads)
         return served(self.target, self.vocabulary, self.reads)
 
     @property
@@ -219,16 +223,17 @@ def sampled_texts(
     if written.dated:
         write_atomic(_date_file(cfg), f"{written.day}\n")
     source = {kind: prompt_origin(cfg.data, kind) | dated for kind in ("train", "held_out")}
-    if rollout.url and draft_path:
+    urls = servers_of(cfg)
+    if urls and draft_path:
         raise ValueError(
             "rollout.url: the server samples the texts and would not use draft.path=: leave out one of the two"
         )
     by: Callable[[], Sampler] | None = None
-    if rollout.url:
-        by = partial(_remote, rollout.url, tokenizer, rollout.rows, ends_of(target))
+    if urls:
+        by = partial(_remote, urls, tokenizer, rollout.rows, ends_of(target))
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
-    return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, rollout.url)
+    return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, ", ".join(urls))
 
 
 def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
@@ -244,8 +249,16 @@ def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
-def _remote(url: str, tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:
-    return Remote(Client(url), tokenizer, rows, ends)
+def servers_of(cfg: TrainConfig | RolloutConfig) -> list[str]:
+    """Return the servers that sample the texts, [] if this engine does."""
+    teachers = cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
+    return [cfg.rollout.url] if cfg.rollout.url else teachers
+
+
+def _remote(urls: list[str], tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:
+    """rows: concurrent requests of each server."""
+    each = [Remote(StatesClient(url), tokenizer, rows, ends) for url in urls]
+    return each[0] if len(each) == 1 else Spread(each)
 
 
 def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
@@ -291,7 +304,14 @@ def sample_prompts(
         min(LONGEST, length_of(target.config.get_text_config()) // 2),
         seconds,
     )
-    file = own.file(lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows)))
+    urls = cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
+    file = own.file(
+        lambda: (
+            _remote(urls, tokenizer, ask.rows, ends_of(target))
+            if urls
+            else Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))
+        )
+    )
     cfg.data.path = str(file)
     return file
 
@@ -301,6 +321,9 @@ def models(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair`."""
     ask = cfg.target
+    if isinstance(cfg, TrainConfig) and cfg.teacher.url:
+        _, tokenizer = load_config(str(ask.path), ask.trust_remote_code)
+        return load_ends(resolve(str(ask.path)), ask.dtype, ask.trust_remote_code), tokenizer
     return load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code, ask.adapter)
 
 

@@ -30,7 +30,7 @@ from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates, remembered
-from cotrain.teacher.target_model import Record, served
+from cotrain.teacher.target_model import Head, Reader, Record, served
 from cotrain.training.deadline import JUDGING, ONCE
 from cotrain.training.distributed import (
     StepCounts,
@@ -170,6 +170,7 @@ class Distillation(lightning.LightningModule):
     seed: seed of a student's random choices.
     progress: progress of the whole training, which `stages` refer to; None: the trainer's steps.
     decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
+    teacher: the target as two functions, see `target_model.served`; None: made from `target`.
 
     Raises ValueError for a student that cannot be trained.
     """
@@ -190,6 +191,7 @@ class Distillation(lightning.LightningModule):
         seed: int = 0,
         progress: Progress | None = None,
         decay: float | None = None,
+        teacher: tuple[Reader, Head] | None = None,
     ) -> None:
         super().__init__()
         student.refuse()
@@ -206,7 +208,7 @@ class Distillation(lightning.LightningModule):
             PreTrainedModel
         ] = []  # the whole draft, while `draft` is sharded; a list, as it is no submodule
         # functions instead of the target, which would be saved in checkpoints
-        read, self.head_target = served(target, vocabulary, student.reads)
+        read, self.head_target = teacher or served(target, vocabulary, student.reads)
         self.teacher = MemoryCache(read, remember)
         self.judged: dict[float, dict[str, Scores]] = {}
         self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first

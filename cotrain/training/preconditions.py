@@ -59,6 +59,8 @@ LAUNCHERS = {"WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "SLURM_NTASKS"}  # set by 
 SHOWN, CHARACTERS = 3, 300  # prompts that are shown, and characters from either end of one
 OFTEN = 10  # a line says that texts are read so many times, or more
 HALF = ("16", "16-mixed")  # Lightning's names of float16
+# kinds that learn from the target's states alone, so it may run on a server
+TAUGHT = ("independent", "conditioned", "parallel", "eagle", "p_eagle", "block", "medusa", "hydra")
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def require(cfg: TrainConfig) -> RunOutline:
         _folders(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
+        _teacher(cfg)
         draft = _draft(cfg, target, tokenizer)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
             template = template_of(cfg, target, tokenizer)
@@ -303,6 +306,29 @@ def _folders(cfg: TrainConfig) -> None:
         raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
     if cfg.rollout.url:
         server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
+
+
+def _teacher(cfg: TrainConfig) -> None:
+    """Raise UserError for settings that need the target's layers in this process, though servers run it, and if a
+    server does not answer."""
+    if not cfg.teacher.url:
+        return
+    needs = {
+        f"draft={cfg.draft.kind}": cfg.draft.kind not in TAUGHT,
+        f"mode={cfg.mode}": cfg.mode != "distil",
+        f"quantisation={cfg.quantisation.kind}": cfg.quantisation.kind != "none",
+        "target.adapter": bool(cfg.target.adapter),
+        "init=target_layers": cfg.init.kind == "target_layers",
+        "measure=true": cfg.measure,
+        "rollout.rounds": cfg.rollout.rounds > 1,
+    }
+    if wrong := [key for key, used in needs.items() if used]:
+        raise UserError(
+            f"{wrong[0]}: it needs the target's layers in this process, and with teacher.url= only its embeddings, "
+            f"norm and head are here: set draft= to one of {', '.join(TAUGHT)}, init=scratch and measure=false"
+        )
+    for url in cfg.teacher.urls:
+        server("teacher.url", url, sampling(cfg.regime))
 
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:

@@ -113,7 +113,7 @@ class Client:
         def one(item: tuple[Any, int]) -> Completion:
             prompt, seed = item
             asked = common | {"prompt": prompt, "seed": self._seed(seed)}
-            completion, tokens = self._read("/v1/completions", _completion, asked)
+            completion, tokens = self._read("/v1/completions", self.completion, asked)
             if completion.finish == "length" and tokens is not None and tokens < max_new_tokens:
                 raise ValueError(
                     f"{self.root} ended a text after {tokens} of {max_new_tokens} tokens: raise its "
@@ -124,6 +124,10 @@ class Client:
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
+
+    def completion(self, answer: str) -> tuple[Completion, int | None]:
+        """Return the completion in an answer, and the number of its tokens, None if the server does not say it."""
+        return completion_in(answer)
 
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
         """Return the settings with which the server samples if a request asks for these, or None if the server does not
@@ -221,33 +225,33 @@ class Client:
 def _first_model(answer: str) -> tuple[str, Any]:
     """Return name and owner of the first model in a server's list."""
     listed = json.loads(answer)["data"][0]
-    return _typed(listed["id"], str), listed.get("owned_by")
+    return typed(listed["id"], str), listed.get("owned_by")
 
 
-def _completion(answer: str) -> tuple[Completion, int | None]:
+def completion_in(answer: str) -> tuple[Completion, int | None]:
     """Return a completion, and the number of its tokens, None if the server does not say it."""
     read = json.loads(answer)
     choice = read["choices"][0]
     ids, finish, usage = choice.get("token_ids"), choice.get("finish_reason"), read.get("usage")
     end = choice.get("stop_reason", choice.get("matched_stop"))  # of vLLM, of SGLang: an id or a stop string
     tokens = usage.get("completion_tokens") if usage is not None and ids is None else None
-    tokens = tokens if ids is None else len([_typed(one, int) for one in _typed(ids, list)])
+    tokens = tokens if ids is None else len([typed(one, int) for one in typed(ids, list)])
     completion = Completion(
-        _typed(choice["text"], str),
+        typed(choice["text"], str),
         ids,
-        "length" if finish is None else _typed(finish, str),
+        "length" if finish is None else typed(finish, str),
         end if isinstance(end, int) else None,
     )
-    return completion, None if tokens is None else _typed(tokens, int)
+    return completion, None if tokens is None else typed(tokens, int)
 
 
 def _settings(answer: str) -> dict[str, Any]:
     """Return the settings in an answer of llama.cpp, {} if the answer has none."""
     said = json.loads(answer).get("generation_settings")
-    return {} if said is None else _typed(said, dict)
+    return {} if said is None else typed(said, dict)
 
 
-def _typed(value: Any, kind: type) -> Any:
+def typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise TypeError(f"{kind.__name__} instead of {value!r:.40}")
     return value

@@ -1,0 +1,74 @@
+"""Command `cotrain teacher`. It says how a vLLM serves the target to a training whose process does not have it."""
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import torch
+
+from cotrain.config.settings import TeacherConfig
+from cotrain.errors import UserError, user_errors
+from cotrain.students.base import student_class
+from cotrain.teacher.server_states import asked_layers
+from cotrain.training.preconditions import TAUGHT, ids_of, outline
+from inference.drafts.bundled_target import resolve
+from inference.models.pretrained import length_of
+from inference.servers import hidden_states
+
+SERVE = Path(hidden_states.__file__).with_name("vllm_serve.py")
+ROOT = SERVE.parents[2]  # vLLM imports the connector for a CPU from here
+
+
+def run(cfg: TeacherConfig) -> None:
+    """Print the command that serves the target with the states that the draft reads, and what to give to `cotrain
+    train`. With python=, run it, until it is interrupted."""
+    with user_errors():
+        command, environment = serving(cfg)
+    there = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
+    print(f"{there} {shlex.join(command)}".lstrip())
+    print(
+        f"then: cotrain train target.path={cfg.target.path} draft={cfg.draft.kind} init=scratch measure=false "
+        f"teacher.url=http://127.0.0.1:{cfg.port}",
+        flush=True,
+    )
+    if cfg.python:
+        raise SystemExit(subprocess.run(command, env=os.environ | environment).returncode)
+
+
+def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
+    """Return the command, and the environment variables that it needs. Raises UserError for a kind of draft that needs
+    the target in the training's process, and for an interpreter without vLLM 0.18 or later."""
+    if cfg.draft.kind not in TAUGHT:
+        raise UserError(f"draft={cfg.draft.kind}: it needs the target in its process: use one of {', '.join(TAUGHT)}")
+    if cfg.python:
+        _require_vllm(cfg.python)
+    target, tokenizer = outline(str(cfg.target.path), cfg.target.trust_remote_code)
+    with torch.device("meta"):
+        network = student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
+    layers = asked_layers(target, student_class(cfg.draft.kind)(network, target, ids_of(tokenizer)).reads)
+    cpu, model = not cfg.gpus, resolve(str(cfg.target.path))
+    python = cfg.python or "python"
+    command = [python, str(SERVE)] if cpu else ["vllm", "serve"] if not cfg.python else [python, "-m", "vllm", "serve"]
+    command += ["--model", model] if cpu else [model]
+    command += ["--port", str(cfg.port), "--max-model-len", str(length_of(target.config.get_text_config()))]
+    command += ["--dtype=float32", "--enforce-eager"] if cpu else ["--tensor-parallel-size", str(cfg.gpus)]
+    command += hidden_states.vllm_arguments(layers, Path(str(cfg.folder)).absolute(), cpu)
+    on_cpu = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    return command, on_cpu if cpu else {}
+
+
+def _require_vllm(python: str) -> None:
+    """Raise UserError if an interpreter has no vLLM that hands out hidden states."""
+    code = (
+        "import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name.startswith('vllm')))"
+    )
+    try:
+        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    except OSError as error:
+        raise UserError(f"python={python}: it cannot be started: {error}") from error
+    version = found.stdout.strip()
+    if found.returncode or tuple(int(part) for part in version.split(".")[:2]) < (0, 18):
+        raise UserError(
+            f"python={python}: it has {f'vLLM {version}' if version else 'no vLLM'}: install vLLM 0.18 or later"
+        )
