@@ -387,7 +387,8 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
         )
     if not hasattr(policy, "lengths"):
         raise ValueError(
-            f"policy: {policy!r} has no method lengths; give a policy, such as inference.policy.Fixed(4) for four drafts"
+            f"policy: {policy!r} has no method lengths; give a policy, such as inference.policy.Fixed(4) for four "
+            "drafts"
         )
     if isinstance(tokenizer, str | PathLike):
         raise ValueError(

@@ -45,7 +45,8 @@ class Counts:
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one row. tokens, drafted, accepted: how many tokens the row emitted, drafted and accepted."""
+        """Add one round of one row. tokens, drafted, accepted: how many tokens the row emitted, drafted and
+        accepted."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)

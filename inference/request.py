@@ -184,8 +184,8 @@ class PromptReader:
             raise ValueError(f"{who}: max_new_tokens must be a whole number of at least 1, not {limit!r}")
         if not is_whole(key, -(2**63), 2**63):
             raise ValueError(
-                f"{who}: its number in ids= (the key of its random numbers) must be whole and from -2**63 to 2**63 - 1, "
-                f"not {key!r}"
+                f"{who}: its number in ids= (the key of its random numbers) must be whole and from -2**63 to 2**63 - "
+                f"1, not {key!r}"
             )
         if len(text) >= self.target.context:
             raise ValueError(
@@ -240,8 +240,8 @@ class PromptReader:
             )
         if self.encoder.longest is not None and len(source) > self.encoder.longest:
             raise ValueError(
-                f"{who}: its source has {len(source)} tokens, and the encoder reads at most {self.encoder.longest}; give a "
-                "shorter source"
+                f"{who}: its source has {len(source)} tokens, and the encoder reads at most {self.encoder.longest}; "
+                "give a shorter source"
             )
 
     def _text(self, who: str, prompt: Any) -> list[int]:

@@ -181,7 +181,8 @@ class SlotCache(Cache):
         return max(window.limit, self.context + window.positions.shape[1])
 
     def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of the first `rows` rows: two lists with one tensor (rows, G, S, D) per layer."""
+        """Return the keys and the values of the first `rows` rows: two lists with one tensor (rows, G, S, D) per
+        layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:

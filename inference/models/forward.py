@@ -241,7 +241,8 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked_columns(states: Tensor, only: Tensor) -> Tensor:
-    """Return some columns of each row: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A, n, ...)."""
+    """Return some columns of each row: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A, n,
+    ...)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 

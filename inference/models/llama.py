@@ -216,7 +216,8 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def folded_mask(mask: Tensor, heads: int) -> Tensor:
-    """Return an attention mask (A, 1, n, L) copied for each of the H/G heads of a group: (A, 1, H/G n, L). heads: H/G."""
+    """Return an attention mask (A, 1, n, L) copied for each of the H/G heads of a group: (A, 1, H/G n, L). heads:
+    H/G."""
     A, _, n, L = mask.shape
     wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
     wide[..., :L] = mask

@@ -229,7 +229,8 @@ class LM:
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """Run `forward` without the head, to store prompts, and return the states (A, n, D) of the layers in `states`."""
+        """Run `forward` without the head, to store prompts, and return the states (A, n, D) of the layers in
+        `states`."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(

@@ -43,7 +43,8 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the terms (..., Vd) that are added to the logits of the next tokens. ids (...): the preceding tokens."""
+        """Return the terms (..., Vd) that are added to the logits of the next tokens. ids (...): the preceding
+        tokens."""
         logits: Tensor = self.markov_w2(self.markov_w1(ids))
         return logits
 

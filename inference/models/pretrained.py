@@ -107,7 +107,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Return whether this machine's CPU has no fast instructions for a dtype, so that it converts to float32 and back."""
+    """Return whether this machine's CPU has no fast instructions for a dtype, so that it converts to float32 and
+    back."""
     if dtype not in SUPPORTED:
         return False
     kernels = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, SUPPORTED[dtype])()

@@ -85,7 +85,8 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_logits(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): of the ids `known` (Vd,)."""
+    """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): of the ids `known`
+    (Vd,)."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
@@ -162,7 +163,8 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
     name = type(network).__name__
     if getattr(plain, "bias", None) is not None:
         raise ValueError(
-            f"{name}: its head has a bias, and small heads support none: set {VOCABULARY} and {RANK} to null in config.json"
+            f"{name}: its head has a bias, and small heads support none: set {VOCABULARY} and {RANK} to null in "
+            "config.json"
         )
     if tokens and getattr(config, "final_logit_softcapping", None):
         raise ValueError(
@@ -201,7 +203,8 @@ def refuse_ids(known: Tensor, size: int, where: str) -> None:
     outside = known[(known < 0) | (known >= size)]
     if len(outside):
         raise ValueError(
-            f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}: export the draft again"
+            f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}: export the draft "
+            "again"
         )
     ids, counts = known.unique(return_counts=True)
     if len(ids) < len(known):

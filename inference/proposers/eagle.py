@@ -209,7 +209,8 @@ class FeatureNetwork(PreTrainedModel):
         return ids + self.d2t[ids] if self.pruned else ids
 
     def target_probs(self, probs: Tensor, vocabulary: int) -> Tensor:
-        """Return distributions (..., vocabulary) over the target's ids. probs (..., Vd): over the draft's own tokens."""
+        """Return distributions (..., vocabulary) over the target's ids. probs (..., Vd): over the draft's own
+        tokens."""
         if not self.pruned:
             return probs
         return spread_probs(probs, self.known, max(vocabulary, self.config.vocab_size))[..., :vocabulary]
@@ -674,7 +675,8 @@ class Eagle(Proposer):
         self.waiting.pop()
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy a row's state from slot `source` to slot `target`. The row's entry in `stored` is already at `target`."""
+        """Copy a row's state from slot `source` to slot `target`. The row's entry in `stored` is already at
+        `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
 

@@ -92,8 +92,8 @@ class ExitNetwork(PreTrainedModel):
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
             raise ValueError(
-                f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}: give the target that it "
-                "was made for"
+                f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}: give the target "
+                "that it was made for"
             )
         theirs = layer_projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():

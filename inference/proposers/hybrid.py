@@ -78,8 +78,8 @@ class Gate:
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
             raise ValueError(
-                f"config.json: lookup.gate must have the keys {', '.join(names)}, not {', '.join(values)}: calibrate the "
-                "gate again"
+                f"lookup.gate of config.json: keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys "
+                f"unknown: {', '.join(sorted(odd & set(values))) or 'none'}: use the config.json that cotrain wrote"
             )
         return cls(**{names[key]: value for key, value in values.items()})
 

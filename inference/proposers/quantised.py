@@ -102,8 +102,8 @@ class Quantised(Independent):
         """Raise ValueError for a target whose weights are already quantised. where: the start of the message."""
         if weights_quantisation(target.config):
             raise ValueError(
-                f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits: load the target "
-                "without quantisation"
+                f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits: load the "
+                "target without quantisation"
             )
 
     @property
