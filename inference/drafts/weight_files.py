@@ -66,7 +66,7 @@ def load_weights(
     where = files[0] if len(files) == 1 else path
     problems = [f"{where}: tensor {name} is missing" for name in sorted(info["missing_keys"])]
     for name, own, wanted in sorted(info["mismatched_keys"]):
-        problems.append(f"{where}: tensor {name} has the shape {tuple(own)}, but by {CONFIG} it has {tuple(wanted)}")
+        problems.append(f"{where}: tensor {name} has shape {tuple(own)}, {CONFIG} says {tuple(wanted)}")
     if not problems:
         try:
             require_sound(model, str(where))
@@ -124,12 +124,12 @@ def _whole(file: Path) -> None:
             raise ValueError(
                 f"{pickled[0]} is pickled, and weights are read from safetensors only: save them as {file.name}"
             )
-        raise FileNotFoundError(f"{file.parent}: {file.name} is missing: copy or export the folder again")
+        raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
     try:
         with safe_open(file, "pt"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut short ({error}): copy it again") from error
+        raise ValueError(f"{file} is damaged or cut short: {error}") from error
 
 
 def require_sound(model: PreTrainedModel, where: str) -> None:
