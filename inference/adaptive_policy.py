@@ -71,8 +71,8 @@ class Adaptive:
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
             raise ValueError(
-                "policy: seconds must have a list for each number of rows, all of one length, with the seconds of a "
-                "round that drafts 0, 1, ... tokens"
+                "policy: seconds must have, for each number of rows, a list with the seconds of a round that drafts 0, "
+                "1, ... tokens; all lists must have one length, at least 2"
             )
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:

@@ -91,7 +91,9 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 def _refuse(real: Path, replace: bool) -> None:
     if real.exists() and not real.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "cannot write a folder here: a file has this name", str(real))
+        raise NotADirectoryError(
+            errno.ENOTDIR, "cannot write a folder here: a file has this name; give another path", str(real)
+        )
     if not replace and real.is_dir() and any(real.iterdir()):
         raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
 

@@ -376,7 +376,10 @@ def read(folder: str | Path) -> Folder:
             read_json(path / name)
     metadata = _metadata(path / METADATA) if (path / METADATA).is_file() else None
     if problem := other_report(path, metadata):
-        warnings.warn(f"{problem}: the report may be about another draft", stacklevel=1)
+        warnings.warn(
+            f"{problem}: the report may be about another draft; to measure again: cotrain bench draft.path={path}",
+            stacklevel=1,
+        )
     return Folder(metadata.kind if metadata else "independent", metadata, path)
 
 
@@ -536,6 +539,6 @@ def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mappi
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
             f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
-            "exact, but acceptance may be low",
+            "exact, but acceptance may be low; train a draft for this target to raise it",
             stacklevel=3,
         )

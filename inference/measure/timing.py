@@ -66,7 +66,7 @@ class Timing:
     def results(self, arm: str) -> list[ArmResult]:
         """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
-            raise ValueError(f"{arm!r} was not timed; the timed decoders are {', '.join(self.arms)}")
+            raise ValueError(f"{arm!r} was not timed; the timed arms are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
@@ -163,7 +163,7 @@ def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, rep
     """Return the prompts in batches of `rows`, with the keys of their random numbers. Raises ValueError if two arms
     have one name, or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms must be at least one, each with its own name, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms: give at least one arm, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(
             f"there is nothing to time with {len(prompts)} prompts, rows={rows} and repeats={repeats}; give at least 1 "

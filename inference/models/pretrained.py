@@ -58,7 +58,9 @@ def load_model(
         try:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+            raise ValueError(
+                f"device={device!r}: {str(error).splitlines()[0]}; give a device of this machine, such as cpu"
+            ) from error
         options["device_map"] = device
     try:
         model: PreTrainedModel = model_class.from_pretrained(

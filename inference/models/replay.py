@@ -318,6 +318,7 @@ class Recorded(Replay):
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 message = (
                     f"{type(self.model).__name__}: passes run without CUDA graphs, since recording failed: {reason}"
+                    "; to have no warning, set compile=False"
                 )
                 warnings.warn(message, stacklevel=5)
                 return None
@@ -430,7 +431,11 @@ class Compiled(Replay):
             return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
         except Exception as error:  # the compiler may raise anything
             Compiled.failed = True
-            warnings.warn(f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}", stacklevel=3)
+            warnings.warn(
+                f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}; to have no "
+                "warning, set compile=False",
+                stacklevel=3,
+            )
             return None
 
     def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:

@@ -181,7 +181,9 @@ class SelfCheck:
 
         result: CheckResult = _once(model, (f"{feature} {self.lean}", context), check)
         if not result.agrees:
-            raise ValueError(f"{type(model).__name__}: its {feature} cannot be used here: {result}")
+            raise ValueError(
+                f"{type(model).__name__}: its {feature} cannot be used here: {result}; use a draft without {feature}"
+            )
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
@@ -343,7 +345,9 @@ class Probe:
                 logits = torch.cat(each)
         except (RuntimeError, TypeError, AttributeError) as error:  # such as a dtype that an expert's kernel lacks
             name = type(self.model).__name__
-            raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
+            raise ValueError(
+                f"{name}: the model's own forward raises {_first_line(error)}; load it in another dtype"
+            ) from error
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:

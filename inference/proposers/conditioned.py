@@ -48,7 +48,10 @@ def table_in(path: str | Path) -> Tensor:
     the folder has none."""
     tensors = tensors_of(path)
     if TABLE not in tensors:
-        raise ValueError(f"{path}: the tensor {TABLE} is missing, so this is no conditioned draft")
+        raise ValueError(
+            f"{path}: the tensor {TABLE} is missing, so this is no conditioned draft: give one that was "
+            "trained with draft=conditioned"
+        )
     return tensors[TABLE]
 
 

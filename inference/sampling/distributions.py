@@ -34,7 +34,9 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
     if isinstance(sampling, Sampling):
         return probs_of(wide(logits), sampling)
     if len(sampling) != logits.shape[0]:
-        raise ValueError(f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
+        raise ValueError(
+            f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits; give one per row"
+        )
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, one in enumerate(sampling):
         groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
@@ -194,7 +196,9 @@ class Regimes:
         Raises ValueError if the number of rows is not A.
         """
         if logits.shape[0] != self.count:
-            raise ValueError(f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits")
+            raise ValueError(
+                f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits; give one per row"
+            )
         if self.alike is not None:
             return probs_of(wide(logits), self.alike)
         logits = wide(logits)

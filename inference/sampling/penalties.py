@@ -62,7 +62,7 @@ def process(
     regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
     if not n == len(histories) == len(new) == len(regimes):
         lengths = f"{len(histories)} histories, {len(new)} counts and {len(regimes)} sampling settings"
-        raise ValueError(f"there are {lengths} for {n} rows of logits")
+        raise ValueError(f"there are {lengths} for {n} rows of logits; give one of each per row")
     chains = {id(one): _chain(one, eos_ids) for one in regimes}
     out = wide(logits).clone()
     for i, (history, count, one) in enumerate(zip(histories, new, regimes, strict=True)):

@@ -88,7 +88,10 @@ def reach_tree(
     levels, most = max(depths, default=0), max(ranks, default=-1) + 1
     if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
         shape = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
-        raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, but accept is {shape}")
+        raise ValueError(
+            f"the tree has {levels} levels and up to {most} children of a node, but accept is {shape}: compute "
+            "accept for as many"
+        )
     whole = accept.new_ones(accept.shape[:2])
     return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
 

@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         f"prompt 0: its source ids go from 3 to {VOCABULARY}",
     ),
     "nothing": (t5, [[]], "prompt 0: the source is empty"),
-    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens; .* at most 64"),
+    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens, .* at most 64"),
     "ids for a sound": (whisper, [[3, 4]], "prompt 0: it has token ids, but the encoder reads sound"),
     "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: its features have"),
     "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
@@ -108,7 +108,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]},
         "decoder_input_ids has 1 rows for 2 sources",
     ),
-    "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids from 0 to 77"),
+    "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids go from 0 to 77"),
 }
 
 
