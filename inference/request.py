@@ -72,8 +72,8 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens` to the text, up to and including the first one that ends the row; it also sets `finish`.
-        Return the tokens that were appended."""
+        """Append `tokens` to the text, up to and including the first one that ends the row. If there is one, set
+        `finish` to "stop" or "length". Return the tokens that were appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():

@@ -72,7 +72,7 @@ class Batch:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the settings as tensors on the device, by name."""
+        """Return the settings as tensors on the device, by name; `on` accepts others of these names and shapes."""
         tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
         if self.penalties:
             tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
@@ -179,8 +179,8 @@ class DecodingRound:
         return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Return logits (A, V) with the settings applied that read the text, such as penalties and processors. drafted:
-        for each draft so far, its ids (A,)."""
+        """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):
+        of the draft model. drafted: for each draft so far, its ids (A,)."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -201,8 +201,8 @@ class DecodingRound:
         return self.batch.regimes.probs(logits)
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Return logits (A, n, V) after n nodes of a tree, with the settings applied that read the text. x (A, M): ids
-        drafted so far. siblings: names the n nodes, see `base.Siblings`."""
+        """Apply the settings that read the text to logits (A, n, V) after n nodes of a tree, and return the new logits.
+        x (A, M): ids drafted so far. siblings: names the n nodes, see `base.Siblings`."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -213,8 +213,8 @@ class DecodingRound:
         return torch.cat(columns, 1)
 
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Return logits (A, n, V) with the settings applied that read the text. Column i comes after the text and the
-        first `first + i` drafts of x (A, K). k: number of drafts of each row."""
+        """Apply the settings that read the text to logits (A, n, V), and return the new logits. Column i comes after
+        the text and the first `first + i` drafts of x (A, K). k: number of drafts of each row."""
         penalties, sent = self.batch.penalties, self.send()
         assert penalties is not None
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
@@ -223,8 +223,9 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """Return logits (A, N+1, V) after the anchor and after each node of a tree, with the settings applied that read
-        the text. Each column reads the text and the drafts on the path to its node. x (A, N), k: as in `_penalised`."""
+        """Apply the settings that read the text to logits (A, N+1, V) after the anchor and after each node of a tree,
+        and return the new logits. Each column reads the text and the drafts on the path to its node. x (A, N), k: as in
+        `_penalised`."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         for node, path in enumerate(_node_paths(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]

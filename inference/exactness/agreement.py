@@ -157,8 +157,8 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return rms(d - mean(d)) / rms(b) with d = a - b, each over the vocabulary, as float64 (...). a, b: logits (...,
-    V)."""
+    """Return rms(d - mean(d)) / rms(b) with d = a - b, each over the vocabulary, as float64 (...). a and b (..., V):
+    logits."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 

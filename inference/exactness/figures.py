@@ -274,9 +274,9 @@ def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
 
 
 def rounded_reach(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """Return the mean of `reach_of` over random changes of log q that are as large as the run's rounding. This matters
-    if the draft is nearly the target: rounding alone then decides whether drafts can be rejected. Return None if
-    `reach_of` does; for trees, return `reach_of` itself."""
+    """Return the reach (B, T, K+1): the mean of `reach_of` over random changes of log q that are as large as the run's
+    rounding. This matters if the draft is nearly the target: rounding alone then decides whether drafts can be
+    rejected. Return None if `reach_of` does; for trees, return `reach_of` itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []

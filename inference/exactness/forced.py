@@ -227,7 +227,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
     """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports other
-    distributions fails the check. If nothing was drawn, return the proposal's distributions."""
+    distributions fails the check. If nothing was drawn, return the proposal's distributions. p (A, K+1, V): the
+    target's distributions, for the dtype and device."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])

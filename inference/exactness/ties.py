@@ -342,7 +342,8 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """Compare each text with the same text of `others`. Return the first differences that lie in this block."""
+    """Compare each text with the same text of `others`. Return the first differences that lie in this block. scores, g
+    (A, n, V): the block's scores and Gumbel noise. bound: as in `compare_passes`."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])

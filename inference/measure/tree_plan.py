@@ -275,8 +275,8 @@ def table_of(
     samples: int = SAMPLES,
 ) -> Paths:
     """Return the probabilities of all paths in these trees under a rule. shapes: the parents of each tree. likeliest:
-    whether children are the likeliest tokens. accept: the result of `accept_of`; None to compute it. samples: how often
-    rejected children are drawn under `traversal`."""
+    whether children are the likeliest tokens. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C); None to
+    compute it. samples: how often rejected children are drawn under `traversal`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

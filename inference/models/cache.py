@@ -97,8 +97,8 @@ class SlotLayer(CacheLayerMixin):
         return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (A, G, n, D) at the window's positions. Return views (A, G, limit, D) of the keys and
-        values that the pass reads."""
+        """Write key_states and value_states (A, G, n, D) to the window's slots. Return views (A, G, limit, D) of the
+        keys and values that the pass reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window

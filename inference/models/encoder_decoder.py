@@ -190,8 +190,9 @@ def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjection
 
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
-    """Return each source's number of ids or frames, and the encoder's arguments by name. Ids are padded on the right,
-    with an attention mask; features all have one shape.
+    """Return each source's number of ids or frames, and the encoder's arguments by name: input_ids and attention_mask
+    (A, S), or input_features (A, F, T). Ids are padded on the right, with an attention mask; features all have one
+    shape.
 
     A draft's encoder may support less than the target's: an id that it lacks becomes its last id, and a source that is
     too long for it is cut at the end.

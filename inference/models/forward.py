@@ -26,7 +26,7 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Return the largest number of ids per row for which a pass over this window is replayed."""
+    """Return the largest number of ids per row for which a pass over this window may be compiled or recorded."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -296,7 +296,8 @@ def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def _columns(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the tree's column (A, L) in each slot (L,); 0 for the text up to the anchor."""
+    """Return the tree's column in each slot, (A, L); 0 for slots of the text up to the anchor. slots (L,): the numbers
+    of the slots."""
     return (slots - branches.anchor).clamp(0, MOST_NODES + 1)
 
 

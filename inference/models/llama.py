@@ -166,8 +166,9 @@ def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShap
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return attention as `flash` does, computed by two batched products over each group of heads. mask (A G, H/G n,
-    L): see `grouped`. Use it for a few ids per row on a CPU; torch's kernel takes 1.5 times as long there."""
+    """Return attention as `flash` does, computed by two batched products over each group of heads. q, k, v: as in
+    `flash`. mask (A G, H/G n, L): see `grouped`. Use it for a few ids per row on a CPU; torch's kernel takes 1.5 times
+    as long there."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -181,7 +182,7 @@ def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x (..., W) divided by its root mean square, times the weight. It rounds as transformers' modules do: it
+    """Return x (..., W) divided by its root mean square, times weight (W,). It rounds as transformers' modules do: it
     divides in float32, then converts back, then applies the weight."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -201,8 +202,8 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return attention (A, n, H D) as `flash` does, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask: from
-    `folded_mask`, or None if all slots are visible.
+    """Return attention (A, n, H D) as `flash` does, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1,
+    H/G n, L): from `folded_mask`, or None if all slots are visible.
 
     Torch's flash kernel supports no attention mask, and its memory-efficient kernel no groups of heads. For a call with
     a mask and groups, most GPUs run separate products and a softmax, over keys and values copied for every head. Here
@@ -334,8 +335,8 @@ def _joined(linears: Sequence[nn.Linear]) -> Linear:
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return one tensor with the rows of all parts, in order. The parts become views of it, in place, unless they are
-    already."""
+    """Return one tensor with the rows of all parts, (out, in) or (out,), in order. The parts become views of it, in
+    place, unless they are already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())

@@ -40,7 +40,8 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 class Product(Protocol):
-    """The product with a weight (out, in) and a bias (out,) or None. width: bytes of each number of the copy."""
+    """Multiplies by a weight (out, in) and adds a bias (out,) or None. width: bytes of each number in the weight's
+    second copy."""
 
     width: int
 

@@ -375,8 +375,8 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """Return the model's own logits of each row, computed in two passes like those under test, with the model's own
-        cache and masks."""
+        """Return the model's own logits of each row, (positions, V), computed in two passes like those under test, with
+        the model's own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             source = self.sources[row] if self.sources else None

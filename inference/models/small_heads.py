@@ -55,8 +55,8 @@ def projection(width: int, tokens: int, rank: int | None) -> Projection:
 
 @torch.no_grad()
 def fill(head: Projection, weight: Tensor) -> None:
-    """Set the weights of a projection, in place, from a matrix (Vd, D): to a copy of it, or to the nearest product of
-    the projection's rank."""
+    """Set the weights of a projection, in place, from weight (Vd, D): to a copy of it, or to the nearest product of the
+    projection's rank."""
     if isinstance(head, nn.Linear):
         head.weight.copy_(weight)
     elif not (weight.is_meta or head.weight.is_meta):

@@ -260,7 +260,8 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed."""
+        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed. ids (A, n).
+        only: as in `Step.forward`."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -317,8 +318,8 @@ class Replayed(Lean):
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Return whether a pass can be replayed. This first reads changed weights, and computes angles for new slots;
-        either drops the recordings."""
+        """Return whether a pass over ids (A, n) can be replayed. This first reads changed weights, and computes angles
+        for new slots; either drops the recordings."""
         if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         if not self.replay.takes(len(ids), self.rows):

@@ -175,7 +175,7 @@ class BlockDrafting(EagleDrafting):
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
         """Store the keys and values of tokens in all layers, in the slots of `window`. features (A, n, H): the tokens'
-        features, returned unchanged. `ids` are not read."""
+        features, returned unchanged. ids (A, n) are not read."""
         for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
             slots.store(layer, window, k, v)
         return features

@@ -217,7 +217,8 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return ids (A,) drawn from probs (A, V). Rows that use look-up get look-up's token at this depth instead."""
+        """Return ids (A,) drawn from probs (A, V). Rows that use look-up get look-up's token at this depth (0-based)
+        instead."""
         if self.sure is not None and isinstance(depth, int) and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)

@@ -100,7 +100,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """Return the dtype of the weights, or "int8"."""
+        """Return the name of the weights' dtype, such as "float32", or "int8" for rounded weights. Never None here."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -212,8 +212,8 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts from one call of a compiled model. Return None if the drafts cannot be replayed (see
-        `LM.drafts`), or if a text is too short or too near the end of the draft's context. k: drafts per row."""
+        """Return all drafts from one call of a compiled model. Return None if `LM.drafts` cannot make them in one call,
+        or if a text is too short or too near the end of the draft's context. k: drafts per row."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context

@@ -77,7 +77,8 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """Return the rounded target as an LM: every draft has its distribution, whatever was guessed."""
+        """Return the rounded target as an LM; its distribution is every draft's distribution, for any guesses. None if
+        the rounded target has no such LM."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
@@ -256,8 +257,8 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy numbers to the device as `Round.send` does. The small draft's `k` is not used: the outer round's draft
-        lengths are sent."""
+        """Copy numbers to the device and return the tensors by name, as `Round.send` does. The small draft's `k` is not
+        used: the outer round's draft lengths are sent."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
@@ -276,13 +277,13 @@ class InnerRound(RoundView):
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, ..., V) of logits (A, ..., V), without the settings that read the text. Rows
-        with such settings have no guesses."""
+        with such settings have no guesses. drafted is not used."""
         return self.round.probs(logits, None)
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return ids (A,) drawn from probs (A, V), with the random numbers of this inner round. If the rule shares
-        noise, use the noise of the target's tokens. Rows that have all their drafts continue to draw, so their depth is
-        limited to the last one."""
+        """Return ids (A,) drawn from probs (A, V) at a depth (0-based) of this inner round, with the random numbers of
+        this inner round. If the rule shares noise, use the noise of the target's tokens. Rows that have all their
+        drafts continue to draw, so their depth is limited to the last one."""
         if self.streams is None:
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])

@@ -18,7 +18,7 @@ Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V), -in
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in its own dtype, or in float32 if that is wider."""
+    """Return x (...) in its own dtype, or in float32 if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

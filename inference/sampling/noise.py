@@ -41,14 +41,15 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return x after the last step of splitmix64, a bijection of 64-bit words."""
+    """Return x (..., int64) after the last step of splitmix64, a bijection of 64-bit words."""
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND
     return x ^ _shifted(x, 31)
 
 
 def _absorb(state: Tensor, word: Tensor) -> Tensor:
-    """Return the hash's state after one more word of the key. state and word are broadcast."""
+    """Return the hash's state after one more word of the key. state and word are int64 and broadcast against each
+    other."""
     return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
 
 
@@ -71,7 +72,8 @@ def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """Return the numbers of `uniform` for S streams, (S, B, D). One call takes no longer than a call for one stream."""
+    """Return the numbers of `uniform` for S streams, (S, B, D). One call takes no longer than a call for one stream.
+    Other arguments as in `uniform`."""
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53

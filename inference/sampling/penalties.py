@@ -86,7 +86,7 @@ def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
 
 
 def _counts(ids: Tensor, logits: Tensor) -> Tensor:
-    """Return how often each token occurs in ids (T,), (V,) in the dtype of the logits."""
+    """Return how often each token occurs in ids (T,), (V,) in the dtype of logits (1, V)."""
     return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
 
 
@@ -284,7 +284,7 @@ class Penalties:
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
         """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): tails
-        and drafts. first: number of drafts before the first position. words: the result of `_words`."""
+        and drafts. first: number of drafts before the first position. words (M, 2 + L): the result of `_words`."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:

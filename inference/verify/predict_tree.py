@@ -98,7 +98,7 @@ def reach_tree(
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
     """Return the reach (B, T, D+1). tables: for each level (B, T, C), P(the text's token at this level is accepted as
-    child c), by the round's start t. whole (B, T): ones."""
+    child c), by the round's start t. whole (B, T): ones. k: as in the module."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -120,8 +120,8 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
 
 
 def has_node(node: int, k: int | Tensor, like: Tensor) -> Tensor:
-    """Return 1 for rounds that have this node, else 0: (), (B, 1) or (B, T), in the dtype of `like`. k: number of nodes
-    in use."""
+    """Return 1 for rounds that have this node, else 0: (), (B, 1) or (B, T), in the dtype of `like`. k: as in the
+    module."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
@@ -221,8 +221,7 @@ def chances_traversal(
 
 
 def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
-    """Return the reach (B, T, D+1). chances (B, T, N): the probabilities of a tree's nodes. k: number of nodes in use,
-    the first ones; None for all."""
+    """Return the reach (B, T, D+1). chances (B, T, N): the probabilities of a tree's nodes. k: as in the module."""
     depths = depths_of(parents)
     reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
     reach[..., 0] = 1
@@ -254,7 +253,8 @@ def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], 
 
 def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
     """Return, by the round's start t, the distributions p and q (B, T, V) and the id (B, T, 1) of token t + level. Past
-    the text's end the distributions are zero. inside (B, T): whether the text has token t."""
+    the text's end the distributions are zero. p, q, x: as in `chances_traversal`. inside (B, T): whether the text has
+    token t. level: 0-based."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     within, gone = inside.unsqueeze(-1), min(level, x.shape[1])
     distributions = [torch.where(within, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
@@ -266,8 +266,8 @@ def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return, for each of a node's `count` children, its weight and its probability if it is the text's token, both (B,
-    T). p, q (B, T, V), x (B, T, 1): see `_at_level`. w, chance (B, T): the node's weight and probability. numbers:
-    uniforms that draw the rejected children."""
+    T). p, q (B, T, V), x (B, T, 1): see `_at_level`. w, chance (B, T): the node's weight and probability. numbers: one
+    tensor (B, T) of uniforms for each rejected child."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)

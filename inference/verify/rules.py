@@ -109,12 +109,14 @@ def _typical(
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Return the uniforms u (A, n) as (A, N). Nodes that no row drafts have no number and get 1."""
+    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N). Nodes that no row drafts have no number and get
+    1."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
 def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Return the draft's distributions q (A, N, V); if q is None, the one-hot distributions at x (A, N)."""
+    """Return the draft's distributions q (A, N, V); if q is None, the one-hot distributions at x (A, N), in the dtype
+    of p (A, N+1, V)."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
@@ -128,7 +130,7 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the reach (B, T, K+1) under `match`. A draft is accepted if it is the target's own draw x, so with
-    probability q(x)."""
+    probability q(x). logq (B, T) or (B, T, K). Other arguments as in `Rule`."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
@@ -137,7 +139,7 @@ def _unknown_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor 
 
 
 def _wide(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return log p (B, T), or (B, T, 1) if log q is (B, T, K)."""
+    """Return logp (B, T), or as (B, T, 1) if logq is (B, T, K)."""
     return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
 
 

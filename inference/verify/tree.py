@@ -322,7 +322,7 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """Return norm(rest) (B, n, V), or p (B, n, V) if no mass is left."""
+    """Return rest (B, n, V) divided by its sum, or p (B, n, V) if the sum is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
