@@ -170,7 +170,7 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of one prompt, as each round ends. The settings are those of `generate`.
+        """Yield the events of one prompt, as each round ends. Other arguments as in `generate`.
 
         Raises RuntimeError if a later call has taken the stream's slots or proposer. Raises RequestError, after the
         events so far, if the row ends with an error.

@@ -1,4 +1,5 @@
-"""The interface between drafting and the engine: what a proposer receives and what it returns."""
+"""The interface between drafting and the engine: what a proposer receives and what it returns. A slot stores the state
+of one row, such as its keys and values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -106,7 +106,7 @@ class TwoLevels(CompositeProposer):
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
         """Return the rounded target's logits (A, n+1, V) after each text and after each guess. The same pass reads the
-        ids that its slots lack. drafts: the guesses, x (A, n)."""
+        ids that the rounded target has not read yet. drafts: the guesses, x (A, n)."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
