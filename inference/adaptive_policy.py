@@ -1,8 +1,8 @@
-"""An adaptive policy. It drafts as long as the next draft is expected to gain more tokens than the same time would
-otherwise give, and not at all if no draft length pays.
+"""An adaptive policy. It goes on drafting while further drafts are expected to give more tokens per second than the
+round otherwise gives. It drafts nothing if no draft length pays.
 
-`cotrain plan` measures the seconds of rounds and decisions and fits the estimates of acceptance. A rows, K the longest
-draft.
+`cotrain plan` measures the seconds of rounds and decisions, and fits the estimates of acceptance. A rows, K the longest
+draft length.
 """
 
 import json
@@ -30,10 +30,9 @@ EDGE = 1e-3  # no acceptance is taken to be nearer to 0 or 1
 
 @dataclass(frozen=True)
 class Estimates:
-    """Estimates of acceptance for one draft model, fitted to real rounds (`cotrain plan`). mean: the fraction of drafts
-    that were accepted, among those whose predecessors all were. here: weights (INPUTS,) of the log odds that a draft is
-    accepted. ahead: weights (INPUTS,) of the log odds that the draft after it is accepted too, given that it is itself
-    accepted."""
+    """Estimates of acceptance for one draft model, fitted to real rounds (`cotrain plan`). mean: among the drafts whose
+    predecessors were all accepted, the fraction that was accepted too. here: weights (INPUTS,) of the log odds that a
+    draft is accepted. ahead: weights (INPUTS,) of the log odds that the next draft is accepted, if this one is."""
 
     mean: float
     here: tuple[float, ...]
@@ -44,24 +43,24 @@ class Estimates:
 class Adaptive:
     """A policy that chooses the draft length of each round by expected tokens per second.
 
-    seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens; for numbers of
-    rows between these, seconds are interpolated. estimates: the draft's acceptance. deciding: for each number of rows
-    at which deciding after each draft pays, the seconds of one decision; a number that was timed and is not in
-    `deciding` does not decide, and one that was not timed does as the nearest that was. None: every number of rows
-    decides, in 0 seconds. draft: the `draft_folder.folder_identity` of the draft that the policy was fitted to, which
-    `load` compares; None if it is unknown.
+    seconds: for each number of rows that was timed, the seconds of a round that drafts 0, 1, ... tokens; between these
+    numbers of rows, seconds are interpolated. estimates: the estimates of acceptance. deciding: for each number of rows
+    at which deciding after each draft pays, the seconds of one decision. At a timed number of rows that is not in
+    `deciding`, rounds do not decide after each draft. A number of rows that was not timed follows the nearest timed
+    one. None: rounds of any number of rows decide, in 0 seconds. draft: the draft that the policy was fitted to, as
+    `draft_folder.folder_identity` names it; `inference.load` compares it. None if it is unknown.
 
     A round begins with drafts if some draft length k >= 1 has a higher rate (expected tokens of all rows / seconds)
-    than plain decoding. Each row's acceptance is its recent one, shrunk to the mean; after rounds without drafts it
-    returns to the mean, so a row is tried again if the mean pays. Where deciding pays, the round goes on after a draft
-    while the expected gain of some number of further drafts is at least their seconds times the best rate; elsewhere it
-    drafts the length with the best rate. All rows draft equally many tokens, since the target's pass is as wide as the
-    longest draft of any row. Draft lengths therefore depend on the rows of a batch, and so may a row's text; its
-    distribution does not.
+    than plain decoding. A row's acceptance is estimated from its recent drafts, shrunk to the mean. After rounds
+    without drafts it returns to the mean, so the row drafts again if the mean pays. If deciding pays at this number of
+    rows, the round goes on after a draft while some number of further drafts is expected to gain at least their seconds
+    times the best rate. If not, the round drafts the length with the best rate. All rows draft equally many tokens,
+    since the target's pass is as wide as the longest draft of any row. Draft lengths therefore depend on the rows of a
+    batch, and so may a row's text; its distribution does not.
 
-    The estimates read each draft's distribution on the host, which costs a GPU one wait per draft. Drafts that are made
-    in one call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises
-    ValueError for tables of unequal length, and for numbers that are no seconds, no probability or not finite.
+    The estimates read each draft's distribution on the host, so a GPU waits once per draft. Drafts that are made in one
+    call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises ValueError if
+    the lists in `seconds` differ in length, or if a number is out of its range.
     """
 
     seconds: Mapping[int, Sequence[float]]
@@ -72,12 +71,14 @@ class Adaptive:
     def __post_init__(self) -> None:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
             raise ValueError(
-                "policy: seconds must have a list for each number of rows, all of one length, with the seconds of a "
-                "round that drafts 0, 1, ... tokens"
+                "policy: seconds must have, for each number of rows, a list with the seconds of a round that drafts 0, "
+                "1, ... tokens; all lists must have one length, at least 2"
             )
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:
-                raise ValueError(f"policy: estimates.{name} must have {INPUTS} weights")
+                raise ValueError(
+                    f"policy: estimates.{name} must have {INPUTS} weights, not {len(getattr(self.estimates, name))}"
+                )
         deciding = self.deciding or {}
         if not all(is_whole(rows, 1) for rows in (*self.seconds, *deciding)):
             raise ValueError(f"policy: numbers of rows must be whole and at least 1, not {[*self.seconds, *deciding]}")
@@ -105,7 +106,7 @@ class Adaptive:
             mean, draft = float(given["estimates"]["mean"]), given.get("identity")
             return cls(seconds, Estimates(mean, here, ahead), deciding, None if draft is None else str(draft))
         except OSError as error:
-            raise ValueError(f"policy: {file} cannot be read: {error.strerror}") from error
+            raise ValueError(f"policy: {file} cannot be read ({error.strerror}): give a file that exists") from error
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             detail = f"it has no {error}" if isinstance(error, KeyError) else f"it has another form ({error})"
             raise ValueError(
@@ -159,14 +160,14 @@ class CallDecisions:
 
     def idle(self, rows: int, asks: bool) -> bool:
         """Return whether no draft length pays for `rows` rows that have the mean acceptance. asks: as in
-        `Decisions.idle`."""
+        `policy.Decisions.open`."""
         return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
-        """Begin a round, and return the largest number of drafts per row: 0 if no draft length has a higher expected
-        rate than plain decoding; else the longest draft length if the round decides after each draft, or the best
-        length if it does not (the proposer does not ask, or deciding does not pay). rows, asks: as in `Decisions.open`.
-        """
+        """Begin a round. Return the largest number of drafts per row: 0 if no draft length has a higher expected rate
+        than plain decoding. Otherwise return the longest draft length if the round decides after each draft, and the
+        best draft length if it does not (the proposer does not ask, or deciding does not pay). rows, asks: as in
+        `policy.Decisions.open`."""
         decision = self.policy.decision(len(rows)) if asks else None
         self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])
@@ -179,22 +180,23 @@ class CallDecisions:
         return self.policy.longest if k and self.asks else k
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Compute the inputs of the estimates from the draft's logits (A, V). For temperature 0 they are those of
-        temperature 1."""
+        """Compute the inputs of the estimates from the logits (A, V) of the drafts at `depth` (0-based). temperature
+        (A,): of each row; 0 counts as 1."""
         if self.asks and depth == len(self.seen):
             heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
             self.note((wide(logits) / heat).softmax(-1).amax(-1).double().cpu().numpy())
 
     def note(self, top: Numbers) -> None:
-        """Compute the inputs of the estimates for the next draft. top (A,): the probability of its likeliest token."""
+        """Compute the inputs of the estimates for the next draft. top (A,): the largest probability in each row's draft
+        distribution."""
         self.seen.append(inputs(self.rates, top))
         before = self.reached[-1] if self.reached else 1.0
         self.reached.append(before * estimate(self.policy.estimates.here, self.seen[-1]))
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        """Return whether the expected tokens of some number of further drafts are worth their seconds at the best rate.
-        All numbers are looked at, since a cheap draft may follow one that takes long. Each later draft is estimated to
-        be accepted as often as the next one."""
+        """Return whether some number of further drafts is expected to gain as many tokens as their seconds give at the
+        best rate. All numbers are tried, since a cheap draft may follow one that takes long. Each later draft is
+        assumed to be accepted as often as the next one. depth, room: as in `policy.Decisions.goes_on`."""
         if not self.asks:
             return True
         if depth == len(self.decided):  # else it is asked again, after drafts of one pass
@@ -213,28 +215,29 @@ class CallDecisions:
             recent.accepted = weight * recent.accepted + accepted
 
     def rate(self, row: int) -> float:
-        """Return the recent acceptance of a row of the call, shrunk to the mean."""
+        """Return the recent acceptance of one row, shrunk to the mean. row: its index in the call."""
         recent = self.recent.get(row, Recent())
         rate = (recent.accepted + PRIOR * self.policy.estimates.mean) / (recent.tried + PRIOR)
         return min(max(rate, EDGE), 1 - EDGE)
 
 
 def inputs(rates: Numbers, top: Numbers) -> Numbers:
-    """Return the inputs (A, INPUTS) of estimates: 1, the log odds of the rows' recent acceptance `rates` (A,), the
-    probability `top` (A,) of the draft's likeliest token, and its logarithm. Entropy and margin would take longer to
-    compute than a draft takes to draw, and say little more."""
+    """Return the inputs (A, INPUTS) of the estimates: 1, the log odds of `rates`, `top`, and the logarithm of `top`.
+    rates (A,): the rows' recent acceptance. top (A,): the probability of the draft's likeliest token. Entropy and
+    margin are not used: they take longer to compute than a draft takes to draw, and say little more."""
     return np.stack((np.ones_like(rates), np.log(rates / (1 - rates)), top, np.log(top)), -1)
 
 
 def estimate(weights: Sequence[float], given: Numbers) -> Numbers:
-    """Return the estimated probabilities (A,) that drafts are accepted. weights (INPUTS,): of the log odds. given (A,
-    INPUTS): see `inputs`."""
+    """Return the estimated probabilities (A,) that drafts are accepted. weights (INPUTS,): weights of the log odds.
+    given (A, INPUTS): see `inputs`."""
     result: Numbers = 1 / (1 + np.exp(-given @ np.array(weights)))
     return result
 
 
 def seconds_of(table: Mapping[int, Sequence[float]], rows: int) -> Numbers:
-    """Return the seconds (K+1,) of a round with this number of rows, by draft length, interpolated linearly between the
-    numbers of rows in `table` (see `Adaptive.seconds`). A number outside them has the seconds of the nearest."""
+    """Return the seconds (K+1,) of a round by draft length, interpolated linearly between the numbers of rows in
+    `table` (see `Adaptive.seconds`). rows: number of rows; below or above all numbers in `table`, the nearest one's
+    seconds are returned."""
     known = sorted(table)
     return np.array([np.interp(rows, known, column) for column in zip(*(table[n] for n in known), strict=True)])

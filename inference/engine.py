@@ -47,10 +47,10 @@ class Engine:
     """An engine for speculative decoding of many rows at once. The distribution of its text is exactly the target's.
 
     target: a transformers causal LM, an encoder-decoder (T5, BART, Marian, Whisper and models built like them) or a
-    PEFT model of one, which is used unchanged; or a path or hub id to load. dtype: dtype of a target that is loaded;
+    PEFT model of one of these, used unchanged; or a path or hub id to load. dtype: dtype of a target that is loaded;
     None for the checkpoint's dtype, or float32 on a CPU that would emulate it. device: device of a target that is
-    loaded; None for the CPU. Of the target's generation_config only the end tokens are read; `Sampling.of` reads its
-    sampling settings. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
+    loaded; None for the CPU. The engine reads only the end tokens of the target's generation_config; `Sampling.of`
+    reads its sampling settings. proposer: makes the drafts; None for plain decoding by the same code. verify: a name of
     `verify.rules.RULES`, or a custom rule. policy: chooses the draft length of each row in each round. tokenizer:
     encodes and decodes text; None for the one at the target's path, or for prompts as ids only. rows: number of prompts
     that are decoded together; other prompts wait (see `scheduler`). context: the largest number of tokens per row,
@@ -59,8 +59,8 @@ class Engine:
     record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`). template: arguments
     of the chat template that renders messages, such as enable_thinking.
 
-    A row ends with finish "error" if its next token has no distribution. This happens if its settings allow no token,
-    if one of its processors raises, or if the target's logits are NaN or infinite. Other rows continue.
+    A row ends with finish "error" if its next token has no distribution. The causes: its settings allow no token, one
+    of its processors raises, or the target's logits are NaN or infinite. Other rows continue.
 
     Several engines may share one proposer if their calls run one after the other. Threads: calls of all engines of a
     process run one at a time. Other calls may run between the rounds of a stream. If such a call uses the stream's
@@ -139,13 +139,13 @@ class Engine:
         tokenizer, with at most one start token.
 
         For an encoder-decoder a prompt is a source, in any of these forms, or a processor's output with input_features.
-        In a dict, decoder_input_ids may be given too: the first ids of the decoder's text, if it is to begin with more
-        than its start token and the forced ids of the generation config. `Output.tokens` does not contain these first
-        ids. What the sampling settings and the draft read as the row's text is the decoder's.
+        A dict may also have decoder_input_ids, the first ids of the decoder's text. Without them the text begins with
+        the start token and the forced ids of the generation config. `Output.tokens` does not contain these first ids.
+        For the sampling settings and the draft, the row's text is the decoder's text.
 
-        max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers; ids has
-        one whole number per prompt. By default `ids` are hashes of the prompts, so a prompt gives the same tokens alone
-        or in a batch. This holds exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may
+        max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers; `ids`
+        has one whole number per prompt. By default it has hashes of the prompts, so a prompt gives the same tokens
+        alone or in a batch. This holds exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may
         differ, but has the same probabilities. ignore_eos: whether the target's end tokens do not end a row; stop
         strings, stop_ids and lengths still do. `Output.tokens` contains a row's end token, `Output.text` does not.
 
@@ -170,7 +170,7 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of one prompt, as each round ends. The settings are those of `generate`.
+        """Yield the events of one prompt, as each round ends. Other arguments as in `generate`.
 
         Raises RuntimeError if a later call has taken the stream's slots or proposer. Raises RequestError, after the
         events so far, if the row ends with an error.
@@ -183,8 +183,8 @@ class Engine:
 
     def starts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
         """Return, for each prompt, the ids that its text begins with: the prompt's own ids, or the first ids of the
-        decoder's text, which carry the prompt as their source. Given back as prompts, these ids are read as the prompts
-        were. Checks of texts need them."""
+        decoder's text, which carry the prompt as their source. `generate` accepts these ids in place of the prompts.
+        Used by checks of texts."""
         return self.reader.texts(prompts)
 
     def begin(
@@ -196,13 +196,13 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Call:
-        """Start a call with the arguments of `generate`, and return the call. It takes over the slots, so an earlier
-        call cannot continue.
+        """Start a call, and return it. It takes over the slots, so an earlier call cannot continue. Arguments as in
+        `generate`.
 
         Raises ValueError as `generate` does, and RuntimeError if a round of this engine is running.
         """
         if not is_whole(seed, -(2**63), 2**64):
-            raise ValueError(f"seed must be a whole number of 64 bits, not {seed!r}")
+            raise ValueError(f"seed must be a whole number from -2**63 to 2**64 - 1, not {seed!r}")
         with ALONE:
             if self.slots.busy:
                 raise RuntimeError(
@@ -259,8 +259,8 @@ class Engine:
             return events
 
     def propose(self, round: DecodingRound) -> Proposal:
-        """Return the drafts that the proposer makes for the round, on the target's device; none without a proposer or
-        if every draft length is 0.
+        """Return the drafts that the proposer makes for the round, on the target's device. Without a proposer, or if
+        every draft length is 0, the proposal has no drafts.
 
         Raises ValueError if the rule cannot verify these drafts, or if an adaptive policy meets a tree.
         """
@@ -285,8 +285,9 @@ class Engine:
         return Proposal(x.to(self.target.device), q if q is None else q.to(self.target.device), k, tree)
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
-        """Run one forward of the target over the anchors and all drafts of `proposal`. Returns logits (A, N+1, V) after
-        each row's anchor and after each of its drafts, and the states that the proposer reads."""
+        """Run one forward of the target over the anchors and all drafts of `proposal`. Returns logits (A, N+1, V),
+        after each row's anchor and after each of its drafts, and the hidden states that the proposer reads: (A, N+1,
+        width) by layer."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
@@ -297,13 +298,13 @@ class Engine:
         )
 
     def rollback(self, round: DecodingRound, states: States, path: Tensor | None) -> States:
-        """Roll back the rejected drafts, and return the states (A, D+1, width) of the anchor and the accepted drafts,
-        by layer.
+        """Roll back the rejected drafts. Return the states (A, D+1, width) of the anchor and of the accepted drafts, by
+        layer.
 
-        states: those of the target pass, (A, N+1, width) by layer. path (A, D): the accepted nodes of a tree; None for
-        a chain, for which `states` are returned unchanged. For a chain nothing moves, since keys and values past a
-        row's length are masked and later overwritten. For a tree, the keys and values of the path are moved to the
-        positions after the anchor.
+        states: the target pass's states, (A, N+1, width) by layer. path (A, D): the accepted nodes of a tree, or None
+        for a chain. For a chain nothing moves, and `states` is returned unchanged: keys and values past a row's length
+        are masked and later overwritten. For a tree, the keys and values of the path are moved to the positions after
+        the anchor.
         """
         if path is None:
             return states
@@ -323,7 +324,8 @@ class Engine:
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:
         """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
-        keys and values are in the slot. table: `result.table` on the host."""
+        keys and values are valid in the slot. logits (A, N+1, V): of the target pass. table: `result.table` on the
+        host."""
         events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
@@ -370,7 +372,7 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
     if isinstance(target, str | PathLike):
         place = Path(target)
         if (place.is_absolute() or fspath(target).startswith(".")) and not place.exists():
-            raise ValueError(f"target: there is no folder {target}")
+            raise ValueError(f"target: there is no folder {target}; give an existing folder, or a hub id")
     elif not hasattr(target, "config"):
         raise ValueError(f"target must be a model, a folder or a hub id, not {target!r}")
     if isinstance(proposer, str | PathLike):
@@ -385,7 +387,8 @@ def _require_parts(target: Any, proposer: Any, policy: Any, tokenizer: Any) -> N
         )
     if not hasattr(policy, "lengths"):
         raise ValueError(
-            f"policy: {policy!r} has no draft lengths; inference.policy.Fixed(4) drafts four tokens per round"
+            f"policy: {policy!r} has no method lengths; give a policy, such as inference.policy.Fixed(4) for four "
+            "drafts"
         )
     if isinstance(tokenizer, str | PathLike):
         raise ValueError(

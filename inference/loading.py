@@ -31,20 +31,20 @@ from inference.verify.rules import rule_of
 def load(
     folder: str | Path, target: PreTrainedModel | str | Path | None = None, *, kind: str | None = None, **settings: Any
 ) -> Engine:
-    """Return the engine that the report of a draft folder describes: the target in the dtype and quantisation that were
-    measured, the draft, the rule, the draft length or tree, and the arguments of the chat template. Sampling settings
-    are those of each call: `Metadata.regime` says what was measured, and is no default of `generate`.
+    """Return the engine that the report of a draft folder describes: the target in the measured dtype and quantisation,
+    the draft, the rule, the draft length or tree, and the arguments of the chat template. Sampling settings are not
+    among them: give them to each call. `Metadata.regime` records the sampling settings that were measured.
 
-    If `settings` contain a `policy`, or a rule that does not verify trees, a draft that was planned with a tree makes
-    chains instead.
+    A draft that was planned with a tree drafts chains if `settings` contain a `policy`, or a rule that does not verify
+    trees.
 
-    target: a model, which is used as it is, or a path; None for the target that the folder names. If it is a model,
-    give `tokenizer=` too, or prompts as ids. kind: the kind of draft, of a folder without metadata; None for the kind
-    that the folder names. settings: further arguments of `Engine`, which replace what the folder says.
+    folder: path of the draft folder. target: a model, used as it is, or a path; None for the target that the folder
+    names. If it is a model, give `tokenizer=` too, or prompts as ids. kind: the kind of draft; None for the kind that
+    the folder names. settings: further arguments of `Engine`. They replace what the folder says.
 
-    Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, and for an
-    adaptive policy of another draft; OSError if the target cannot be loaded; and the errors of the `load` of the kind's
-    proposer.
+    Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, for a tree if
+    the kind drafts only chains, and for an adaptive policy of another draft. Raises OSError if the target cannot be
+    loaded. The `load` of the kind's proposer may raise further errors.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
@@ -92,14 +92,14 @@ def _named_target(folder: str | Path, metadata: Metadata | None) -> str:
 def _refuse_policy(folder: Path, policy: Any) -> None:
     if isinstance(policy, Adaptive) and policy.draft not in (None, folder_identity(folder)):
         raise ValueError(
-            f"policy: it was fitted to another draft than that of {folder}: give the policy.json that "
+            f"policy: it was fitted to another draft than {folder}: give the policy.json that "
             f"cotrain plan draft.path={folder} writes"
         )
 
 
 def _with_defaults(metadata: Metadata | None, served: ServedAs, settings: dict[str, Any]) -> Metadata | None:
     """Add the folder's policy, rule and template arguments to `settings`, in place. Returns the folder's metadata,
-    without the tree if the settings ask for chains."""
+    without its tree if the settings ask for chains. None if the folder has no metadata."""
     tree = metadata.tree if metadata else None
     settings.setdefault("template", served.template)
     if metadata is None or tree is None or "policy" in settings or not rule_of(settings.get("verify", tree.rule)).trees:

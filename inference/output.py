@@ -13,9 +13,10 @@ PHASES = ("prefill", "draft", "target", "verify", "other")
 class Counts:
     """Counts of one row or several. tokens: number of tokens emitted. target_calls: one per row and round.
 
-    Three lists have one entry per depth d (0-based). drafted[d]: rounds with a draft at depth d. accepted[d]: rounds
-    that accepted drafts 0 to d. tried[d]: rounds that had a draft at depth d and accepted all drafts before it. starts:
-    for each round, the number of tokens that the row had emitted before it; only in counts of single rows.
+    drafted, accepted and tried have one entry per depth d (0-based). drafted[d]: rounds with a draft at depth d.
+    accepted[d]: rounds that accepted drafts 0 to d. tried[d]: rounds that had a draft at depth d and accepted all
+    drafts before it. starts: for each round, the number of tokens that the row had emitted before it; only in counts of
+    single rows.
     """
 
     tokens: int = 0
@@ -27,23 +28,25 @@ class Counts:
 
     @property
     def tau(self) -> float:
-        """Return tokens per target call, counting the token emitted after the accepted drafts; nan before the first
+        """Return tokens per target call, counting the token emitted after the accepted drafts. nan before the first
         call."""
         return self.tokens / self.target_calls if self.target_calls else float("nan")
 
     @property
     def prefix(self) -> list[float]:
-        """Return the measured P(accept drafts 1..i): accepted / drafted at each depth."""
+        """Return, for each depth, the measured probability that the drafts down to this depth are all accepted:
+        accepted / drafted."""
         return [n / total for n, total in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def conditional(self) -> list[float]:
-        """Return the measured P(accept draft i given that all before it were accepted): accepted / tried at each depth,
-        nan if no draft was tried."""
+        """Return, for each depth, the measured probability that its draft is accepted given that all before it were:
+        accepted / tried. nan if no draft was tried."""
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one row: how many tokens it emitted, drafted and accepted."""
+        """Add one round of one row. tokens, drafted, accepted: how many tokens the row emitted, drafted and
+        accepted."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)
@@ -72,8 +75,8 @@ class Counts:
 @dataclass
 class Stats(Counts):
     """Counts added over all rows, and clocks. rows: the counts of each prompt, in order. seconds: wall seconds per
-    phase. times: how often each phase ran; `times["target"]` is the number of rounds, whatever the number of rows in
-    each."""
+    phase. times: how often each phase ran. `times["target"]` is the number of rounds: a round counts once, however many
+    rows it has."""
 
     rows: list[Counts] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
@@ -81,7 +84,8 @@ class Stats(Counts):
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the wall seconds of the block to those of a phase, one of `PHASES`."""
+        """Add the wall seconds of the `with` block to `seconds[phase]`, and 1 to `times[phase]`. phase: one of
+        `PHASES`."""
         start = time.perf_counter()
         try:
             yield
@@ -90,8 +94,8 @@ class Stats(Counts):
             self.times[phase] += 1
 
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of the prompt `row` to its counts and to the sums: how many tokens it emitted, drafted and
-        accepted."""
+        """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens,
+        drafted, accepted: how many tokens the row emitted, drafted and accepted."""
         self.rows[row].starts.append(self.rows[row].tokens)
         self.add(tokens, drafted, accepted)
         self.rows[row].add(tokens, drafted, accepted)
@@ -110,14 +114,14 @@ def pooled(parts: Sequence[Stats]) -> Stats:
 
 
 class RequestError(RuntimeError, ValueError):
-    """The error of a prompt that could not be completed. It is raised if the caller needs all texts complete."""
+    """A prompt ended in an error, and the caller needs complete texts (`Output.whole`, `Engine.stream`)."""
 
 
 @dataclass
 class Output:
-    """The result of `generate` for B prompts. tokens: B lists of new ids, with the stop token but without the prompt.
+    """The result of `generate` for B prompts. tokens: B lists of new ids: the end token is included, the prompt is not.
     text: B strings, None without a tokenizer. finish: for each prompt "stop", "length" or "error". stats: counts and
-    clocks. errors: for each prompt the message of its error, None without an error."""
+    clocks. errors: for each prompt the message of its error, or None."""
 
     tokens: list[list[int]]
     text: list[str] | None
@@ -136,7 +140,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """The tokens that one row emitted in one round. row: index of the prompt. ids: the tokens. kinds: for each token
+    """The tokens that one row emitted in one round. row: index of the prompt. ids: the token ids. kinds: for each token
     "drafted" (an accepted draft), "corrected" (follows the accepted drafts after a rejected one) or "bonus" (all drafts
     were accepted, or there were none)."""
 
@@ -146,8 +150,8 @@ class Event:
 
 
 class Emitted(NamedTuple):
-    """Texts of several calls, with one entry per prompt and repeat. prompts: ids of the prompt. ids: key of the row's
-    random numbers. tokens: the new ids. counts: the row's counts."""
+    """Texts of several calls. Each list has one entry per prompt and repeat. prompts: the prompt's token ids. ids: the
+    key of the row's random numbers. tokens: the new token ids. counts: the row's counts."""
 
     prompts: list[list[int]]
     ids: list[int]
@@ -156,8 +160,8 @@ class Emitted(NamedTuple):
 
 
 class IncrementalDecoder:
-    """Decodes ids one by one. decode: returns the text of ids. Each call decodes few of the newest ids, so a text takes
-    time linear in its length."""
+    """Decodes token ids one by one. decode: returns the text of a list of ids. Each call decodes only a few of the
+    newest ids, so the time is linear in the length of the text."""
 
     CONTEXT = 8  # ids that stay, if a text goes on after 4 times as many without a whole character at its end
 
@@ -168,8 +172,8 @@ class IncrementalDecoder:
         self.text, self.shown = "", 0  # of these ids, and how much of it was returned
 
     def add(self, token: int) -> str:
-        """Return the text that the token completes, "" if there is none. The bytes of an incomplete character are
-        returned once the character is complete."""
+        """Add one token id. Return the text that it completes, "" if there is none. An incomplete character is returned
+        once a later token completes it."""
         self.ids.append(token)
         self.text = self.decode(self.ids)
         complete = self.text.rstrip("\ufffd")
@@ -197,9 +201,9 @@ class IncrementalDecoder:
 
 
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """Yield (kind, text) of one row as tokens come, with the kinds of `Event`. A character whose bytes are in several
-    tokens is yielded with the last of them. An incomplete character at the end of the text has the kind of the last
-    token."""
+    """Yield pairs (kind, text) as the tokens of one row come. kind: as in `Event.kinds`. A character whose bytes are in
+    several tokens has the kind of its last token; an incomplete character at the end of the text has the kind of the
+    last token. decode: returns the text of a list of ids."""
     decoder, kind = IncrementalDecoder(decode), ""
     for event in events:
         for token, kind in zip(event.ids, event.kinds, strict=True):

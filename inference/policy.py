@@ -13,13 +13,13 @@ class Policy(Protocol):
     """Chooses draft lengths before each round. The choice must not depend on the tokens that the round drafts."""
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """Return the draft length of each active row, in tokens, given the ids of its text so far."""
+        """Return the draft length of each active row, in tokens. texts: the ids of each row's text so far."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A policy with the same draft length in every round. k: drafts per round. Raises ValueError unless k is a whole
-    number of at least 0."""
+    """A policy with the same draft length in every round. k: number of drafts per row and round. Raises ValueError
+    unless k is a whole number of at least 0."""
 
     k: int
 
@@ -37,23 +37,23 @@ class Decisions(Protocol):
     decided, and every rule stays exact. A is the number of active rows, V the vocabulary size."""
 
     def idle(self, rows: int, asks: bool) -> bool:
-        """Return whether a round of `rows` new rows would draft nothing, so that no draft model need read their prompts
-        yet (`Proposer.catches_up`). asks: as in `open`."""
+        """Return whether a round of `rows` new rows would draft nothing. Then the draft model need not read their
+        prompts yet (see `Proposer.catches_up`). asks: as in `open`."""
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
-        """Begin a round, and return the largest number of drafts per row. rows: indices of the active rows in the call.
+        """Begin a round. Return the largest number of drafts per row. rows: indices of the active rows in the call.
         asks: whether the proposer asks after each draft whether to go on (`Proposer.asks`)."""
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Receive the logits (A, V) from which the draft of this depth (0-based) is drawn, and the temperature (A,) of
-        each row."""
+        """Receive the logits (A, V) that the drafts at `depth` (0-based) are drawn from. temperature (A,): of each
+        row."""
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        """Return whether to draft another token after the draft of this depth (0-based). room: for each row, the
-        largest number of drafts that it can use."""
+        """Return whether to draft another token after the draft at `depth` (0-based). room: for each row, the largest
+        number of drafts that it can use in this round."""
 
     def close(self, drafts: Sequence[tuple[int, int]]) -> None:
-        """Receive, for each row, how many drafts it made and how many of them were accepted."""
+        """End the round. drafts: for each row, the number of its drafts and the number of these that were accepted."""
 
 
 @runtime_checkable

@@ -28,13 +28,13 @@ ACCEPTED = "text, token ids, messages, or what a tokenizer returns"
 
 @dataclass
 class Request:
-    """One row while it is decoded. Prompt and emitted tokens are one list, `text`. For an encoder-decoder the text is
-    the decoder's, and carries its source.
+    """One row while it is decoded. `text` is the prompt's ids followed by the emitted ids. For an encoder-decoder it is
+    the decoder's text, and carries its source.
 
     index: index of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new
     tokens. ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the
-    message of the error. alone: whether the row is decoded without drafts from now on. stained: whether the row's slot
-    may contain NaN. prompt: number of tokens of the prompt.
+    message of the error. alone: whether the row is decoded without drafts from now on. stained: whether the row's keys
+    and values may contain NaN. prompt: number of tokens of the prompt.
     """
 
     index: int
@@ -72,8 +72,8 @@ class Request:
         return len(self.text) - self.prompt
 
     def take(self, tokens: Sequence[int]) -> list[int]:
-        """Append `tokens` to the text, up to the one that ends the row, and set `finish` if there is one. Returns the
-        tokens that were appended."""
+        """Append `tokens` to the text, up to and including the first one that ends the row. If there is one, set
+        `finish` to "stop" or "length". Return the tokens that were appended."""
         for count, token in enumerate(tokens, 1):
             self.text.append(token)
             if token in self.ends or self._stopped():
@@ -114,8 +114,8 @@ class Request:
 
 
 class TextLimits(Protocol):
-    """The limits of the texts that a target can read. vocabulary: ids are in [0, vocabulary). context: the largest
-    number of ids."""
+    """Limits of the texts that a target can read. vocabulary: token ids are in [0, vocabulary). context: the largest
+    number of tokens of a text."""
 
     vocabulary: int
     context: int
@@ -123,10 +123,10 @@ class TextLimits(Protocol):
 
 @dataclass(frozen=True)
 class SourceLimits:
-    """What an encoder can read, and how the decoder's text begins. start: the ids that the text begins with, None if
-    the generation config does not say. vocabulary: source ids are in [0, vocabulary). longest: the largest number of
-    source ids, None for no limit. features: the shape (F, T) of the features that the encoder reads, F numbers for each
-    of T frames; None if it reads token ids."""
+    """What an encoder can read, and how the decoder's text begins. start: the token ids that the text begins with, None
+    if the generation config does not give them. vocabulary: source ids are in [0, vocabulary). longest: the largest
+    number of source ids, None for no limit. features: the shape (F, T) of the features that the encoder reads, F
+    numbers for each of T frames; None if it reads token ids."""
 
     start: tuple[int, ...] | None
     vocabulary: int
@@ -136,9 +136,9 @@ class SourceLimits:
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Turns the prompts of a call into requests. target: the model whose limits are checked. ends: ids that end a text.
-    tokenizer: encodes strings; None to reject them. pads: ids that pad rows of a tensor. encoder: limits of an
-    encoder-decoder's sources, None for a causal LM. template: arguments of the chat template."""
+    """Turns the prompts of a call into requests. target: the model whose limits are checked. ends: token ids that end a
+    text. tokenizer: encodes strings; None to reject strings. pads: ids that pad the rows of a tensor. encoder: limits
+    of an encoder-decoder's sources, None for a causal LM. template: arguments of the chat template."""
 
     target: TextLimits
     ends: frozenset[int]
@@ -148,8 +148,8 @@ class PromptReader:
     template: Mapping[str, Any] = field(default_factory=dict)
 
     def texts(self, prompts: Sequence[Prompt] | Mapping[str, Any]) -> list[list[int]]:
-        """Return, for each prompt, the ids that its text begins with; those of an encoder-decoder carry their source.
-        Raises ValueError for a prompt that is none."""
+        """Return, for each prompt, the token ids that its text begins with. For an encoder-decoder each list is a
+        `SourcedText`. Raises ValueError for anything that is not a prompt."""
         if self.encoder and isinstance(prompts, Mapping):
             prompts = _separate("prompts", prompts)
         return [self._text(f"prompt {index}", prompt) for index, prompt in enumerate(listed(prompts, self.pads))]
@@ -183,7 +183,10 @@ class PromptReader:
         if not is_whole(limit, 1):
             raise ValueError(f"{who}: max_new_tokens must be a whole number of at least 1, not {limit!r}")
         if not is_whole(key, -(2**63), 2**63):
-            raise ValueError(f"{who}: ids must have whole numbers of 64 bits, not {key!r}")
+            raise ValueError(
+                f"{who}: its number in ids= (the key of its random numbers) must be whole and from -2**63 to 2**63 - "
+                f"1, not {key!r}"
+            )
         if len(text) >= self.target.context:
             raise ValueError(
                 f"{who}: its {len(text)} tokens leave no room for new ones in a context of {self.target.context}; give "
@@ -195,16 +198,21 @@ class PromptReader:
                 f"{type(sampling).__name__}"
             )
         if min(text) < 0 or max(text) >= self.target.vocabulary:
-            raise ValueError(f"{who}: ids from {min(text)} to {max(text)} are not all in [0, {self.target.vocabulary})")
+            raise ValueError(
+                f"{who}: its token ids go from {min(text)} to {max(text)}, and the target's from 0 to "
+                f"{self.target.vocabulary - 1}; encode it with the target's tokenizer"
+            )
         named = {*(sampling.logit_bias or ()), *chain(*sampling.banned), *sampling.banned_first, *sampling.stop_ids}
         foreign = [token for token in named if not 0 <= token < self.target.vocabulary]
         if foreign:
             raise ValueError(
-                f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has ids "
-                f"{sorted(foreign)[:5]}, which are not in [0, {self.target.vocabulary})"
+                f"{who}: Sampling.logit_bias, banned, banned_first or stop_ids has the token ids "
+                f"{sorted(foreign)[:5]}; remove them, since the target's ids go from 0 to {self.target.vocabulary - 1}"
             )
         if sampling.stop and self.tokenizer is None:
-            raise ValueError("Sampling.stop: stop strings need a tokenizer; give Engine(tokenizer=...) or stop_ids")
+            raise ValueError(
+                "Sampling.stop: stop strings need a tokenizer; give Engine(tokenizer=...), or use stop_ids="
+            )
 
         self._validate_source(who, source_in_text(text))
 
@@ -220,17 +228,20 @@ class PromptReader:
             return
         if self.encoder.features:
             raise ValueError(
-                f"{who}: it has token ids, but the encoder reads input_features of shape {self.encoder.features}"
+                f"{who}: it has token ids, but the encoder reads sound; give input_features of shape "
+                f"{self.encoder.features}"
             )
         if not source:
             raise ValueError(f"{who}: the source is empty; it needs at least one token")
         if min(source) < 0 or max(source) >= self.encoder.vocabulary:
             raise ValueError(
-                f"{who}: source ids from {min(source)} to {max(source)} are not all in [0, {self.encoder.vocabulary})"
+                f"{who}: its source ids go from {min(source)} to {max(source)}, and the encoder's from 0 to "
+                f"{self.encoder.vocabulary - 1}; encode it with the target's tokenizer"
             )
         if self.encoder.longest is not None and len(source) > self.encoder.longest:
             raise ValueError(
-                f"{who}: its source has {len(source)} tokens; the encoder reads at most {self.encoder.longest}"
+                f"{who}: its source has {len(source)} tokens, and the encoder reads at most {self.encoder.longest}; "
+                "give a shorter source"
             )
 
     def _text(self, who: str, prompt: Any) -> list[int]:
@@ -252,21 +263,22 @@ class PromptReader:
         return SourcedText(self._first_ids(who, start), source)
 
     def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
-        """Return the decoder's first ids: those of the generation config, or the `decoder_input_ids` of a prompt, after
-        the start token as in transformers."""
+        """Return the ids that the decoder's text begins with. ids: the prompt's `decoder_input_ids`; the start token is
+        put before them if they lack it, as in transformers. If there are none, return the ids of the generation config.
+        Raises ValueError if it does not give them."""
         start = self.encoder.start if self.encoder else None
         if ids:
             return ids if not start or ids[0] == start[0] else [start[0], *ids]
         if not start:
             raise ValueError(
-                f"{who}: the target's generation config has no decoder_start_token_id, or leaves one of its "
-                "forced_decoder_ids open, such as the language; give decoder_input_ids"
+                f"{who}: the target's generation_config.json has no decoder_start_token_id, or null in "
+                "forced_decoder_ids (such as the language); set them there, or give decoder_input_ids with the prompt"
             )
         return start
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
-        """Return the token ids of one prompt. If a text begins with the start token, as a rendered chat template does,
-        the tokenizer's second one is removed."""
+        """Return the token ids of one prompt. If a text already begins with the start token, as a rendered chat
+        template does, the start token that the tokenizer adds is removed."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -285,10 +297,10 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues that message's text."""
+        continues its text."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
-            raise ValueError(f"{who}: a message needs role and content, not {sorted(lacking[0])}")
+            raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")
         tokenizer = self._tokenizer(who, "messages")
         if tokenizer.chat_template is None:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
@@ -340,8 +352,8 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
     """Return the prompts of a call as a list, given a list of prompts, a tensor or array of them, or a tokenizer's
     output for several texts. Padding that its attention mask marks is removed.
 
-    pads: ids that pad. Raises ValueError, saying what to type instead, for a tensor whose rows begin or end with a pad
-    id, for one prompt in place of a list, and for any other type.
+    pads: ids that may be padding. Raises ValueError for a tensor whose rows begin or end with a pad id, for one prompt
+    in place of a list, and for any other type.
     """
     if isinstance(prompts, Mapping):
         return _unpadded("prompts", prompts)
@@ -464,8 +476,8 @@ def vocabulary_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | N
 
 
 def ends_of(model: PreTrainedModel) -> frozenset[int]:
-    """Return the ids that end a text: those of the model's generation config, or those of its config if the former has
-    none."""
+    """Return the token ids that end a text: the eos_token_id of the model's generation config, or of its config if the
+    generation config has none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     ends = id_of(model.config, "eos_token_id") if ends is None else ends
     return frozenset() if ends is None else frozenset([ends] if isinstance(ends, int) else ends)
@@ -489,7 +501,7 @@ def source_limits(model: PreTrainedModel) -> SourceLimits | None:
     if (getattr(config, "decoder_vocab_size", None) or config.vocab_size) != config.vocab_size:
         raise ValueError(
             f"{type(model).__name__}: decoder_vocab_size={config.decoder_vocab_size} is not vocab_size="
-            f"{config.vocab_size}; the ids of sources and texts must be the same here"
+            f"{config.vocab_size}; use a model whose encoder and decoder have the same token ids"
         )
     return SourceLimits(_start_of(model), config.vocab_size, longest_source(model), features_shape(model))
 

@@ -1,9 +1,9 @@
 """One decoding round of the active rows: it computes their distributions and their random numbers.
 
 A rows, K the largest number of drafts (N nodes of a tree), V vocabulary. Every random number of a row is a function of
-(seed, row id, tokens the row had emitted when the round began, depth, stream), see `sampling.noise`. Only the noise of
-the coupled rule is keyed by position. Each round has one copy from the host to the device (`DecodingRound.send`) and
-one read back (the table of `verification.RoundResult`).
+the seed, the row's id, the number of tokens that the row had emitted when the round began, the depth and the stream
+(see `sampling.noise`). The coupled rule's noise is keyed by the position in the text instead. Each round has one copy
+from the host to the device (`DecodingRound.send`) and one read back (the table of `verification.RoundResult`).
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -66,20 +66,21 @@ class Batch:
 
     @property
     def key(self) -> Hashable:
-        """Return everything that distributions depend on except logits, ids and tensors."""
+        """Return a hashable value: two batches with the same value compute distributions by the same operations. Only
+        the values of their tensors may differ."""
         return self.regimes.key, self.penalties.key if self.penalties else None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the settings as tensors on the device, by name."""
+        """Return the settings as tensors on the device, by name; `on` accepts others of these names and shapes."""
         tensors = {f"regimes.{name}": tensor for name, tensor in self.regimes.tensors().items()}
         if self.penalties:
             tensors |= {f"penalties.{name}": tensor for name, tensor in self.penalties.tensors().items()}
         return tensors
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Batch":
-        """Return a batch with the same settings, which reads them from `tensors`: other tensors with the names and
-        shapes of the property `tensors`."""
+        """Return a copy of this batch that reads its settings from `tensors`, by the names and with the shapes of the
+        property `tensors`."""
 
         def part(prefix: str) -> dict[str, Tensor]:
             return {name.removeprefix(prefix): tensors[name] for name in tensors if name.startswith(prefix)}
@@ -94,8 +95,8 @@ class DecodingRound:
     """The data that the engine and a proposer share during one round. It implements `proposers.base.Round`.
 
     rows: the active rows (A). k: largest draft length of each row. rule: the verification rule. noise: the call's
-    uniforms. batch: that of an earlier round, which is used again if the rows are the same. decisions: those of an
-    adaptive policy, None for any other policy.
+    uniforms. vocabulary: number of token ids. batch: the batch of an earlier round, used again if the rows are the
+    same; None for a new batch. decisions: the decisions of an adaptive policy, None for any other policy.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class DecodingRound:
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy what this round needs to the device, once; later calls copy only `numbers`. Returns all tensors that
-        were copied, by name.
+        were copied so far, by name: length, start, offset and read (A,), anchor (A, 1), and `numbers`.
 
         k: drafts per row, if they differ from the round's k. numbers: further whole numbers to copy, see the function
         `send`.
@@ -163,9 +164,8 @@ class DecodingRound:
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, V) of the next token.
 
-        logits (A, V): those after the texts and `drafted`. drafted: the ids (A,) of each draft so far. If it is None,
-        logits (A, ..., V) give distributions of this shape, and only the settings that do not read the text are
-        applied.
+        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,). If it is None,
+        logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
         """
         if drafted is None:
             return self.batch.regimes.probs(logits.to(self.device))
@@ -175,12 +175,12 @@ class DecodingRound:
         return self.batch.regimes.probs(scores)
 
     def goes_on(self, depth: int) -> bool:
-        """Return whether to draft another token after the draft of this depth (0-based)."""
+        """Return whether to draft another token after the draft at `depth` (0-based)."""
         return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        """Return logits (A, V) after the settings that read the text, such as penalties and processors. drafted: the
-        ids (A,) of each draft so far."""
+        """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):
+        of the draft model. drafted: for each draft so far, its ids (A,)."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -191,9 +191,9 @@ class DecodingRound:
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Return the target's distributions p (A, K+1, V). logits (A, K+1, V): those of the anchors and of the drafts x
-        (A, K). k: drafts of each row; columns past it have no meaning. tree: the tree of the drafts, None for a chain.
-        """
+        """Return the target's distributions p (A, K+1, V). logits (A, K+1, V): after each row's anchor (the last token
+        of its text) and after each draft x (A, K). k: number of drafts of each row; later columns have no meaning.
+        tree: the tree of the drafts, None for a chain."""
         if self.batch.penalties and tree is not None:
             logits = self._penalised_tree(logits, x, k, tree)
         elif self.batch.penalties:
@@ -201,8 +201,8 @@ class DecodingRound:
         return self.batch.regimes.probs(logits)
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
-        """Return logits (A, n, V) of n nodes of a tree after the settings that read the text. x (A, M): ids drafted so
-        far. siblings: which nodes they are, see `base.Siblings`."""
+        """Apply the settings that read the text to logits (A, n, V) after n nodes of a tree, and return the new logits.
+        x (A, M): ids drafted so far. siblings: names the n nodes, see `base.Siblings`."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -213,8 +213,8 @@ class DecodingRound:
         return torch.cat(columns, 1)
 
     def _penalised(self, logits: Tensor, x: Tensor, k: list[int], first: int) -> Tensor:
-        """Return logits (A, n, V) after the settings that read the text. Column i follows the text and the first
-        `first` + i of the drafts x (A, K). k: drafts of each row."""
+        """Apply the settings that read the text to logits (A, n, V), and return the new logits. Column i comes after
+        the text and the first `first + i` drafts of x (A, K). k: number of drafts of each row."""
         penalties, sent = self.batch.penalties, self.send()
         assert penalties is not None
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
@@ -223,8 +223,9 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """Return what `_penalised` returns, for logits (A, N+1, V) of a tree, column by column. The drafts before a
-        node are those on the path to it."""
+        """Apply the settings that read the text to logits (A, N+1, V) after the anchor and after each node of a tree,
+        and return the new logits. Each column reads the text and the drafts on the path to its node. x (A, N), k: as in
+        `_penalised`."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         for node, path in enumerate(_node_paths(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
@@ -244,16 +245,16 @@ class DecodingRound:
     # Draws
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return draft ids (A,) drawn from distributions (A, V). depth: that of the drafts, or one depth per row (A,).
-        The random numbers are those of the draft stream at this depth; under a rule that shares noise, those that the
-        target's token is drawn with."""
+        """Return draft ids (A,) drawn from distributions (A, V). depth: the depth of these drafts (0-based), or one per
+        row (A,). The random numbers come from the draft stream at this depth. Under a rule that shares noise, they are
+        those that also draw the target's token."""
         rows = slice(None) if isinstance(depth, int) else torch.arange(len(depth), device=depth.device)
         if self.rule.shared:
             return (probs.log() + self._gumbel[rows, depth]).argmax(-1)
         return draw(probs, self._numbers[DRAFT - 1, rows, depth])
 
     def last(self, probs: Tensor) -> Tensor:
-        """Return the token (A,) emitted after the accepted ones, drawn from the distributions (A, V) of the
+        """Return the tokens (A,) that follow the accepted drafts. probs (A, V): their distributions, from the
         verification."""
         return draw(probs, self._numbers[RESIDUAL - 1, :, 0])
 
@@ -264,12 +265,12 @@ class DecodingRound:
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
-        """Return children (A, n, m) of n nodes of a tree, and the distributions (A, n, m, V) that they were drawn from;
-        NaN for a node without a distribution. See `base.Round.children`.
+        """Return the ids of children (A, n, m) of n nodes of a tree, and the distributions (A, n, m, V) that they were
+        drawn from (NaN for a node without a distribution). See `base.Round.children`.
 
-        logits (A, n, V): those after the nodes. x (A, M): ids drafted so far. siblings: which nodes they are. The
-        children are sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
-        tokens with one-hot distributions.
+        logits (A, n, V): after the nodes. x (A, M): ids drafted so far. siblings: names the n nodes. Children are
+        sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest tokens with
+        one-hot distributions.
         """
         scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
         m, regimes = siblings.most, self.batch.regimes
@@ -285,8 +286,8 @@ class DecodingRound:
         return torch.where(greedy, best, ids), torch.where(greedy.unsqueeze(-1), certain, distributions)
 
     def inner(self, depths: int) -> Tensor | None:
-        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself, or None if the rule shares noise.
-        They are keyed by the start of this round, which block verification needs (see `sampling.noise`)."""
+        """Return uniforms (3, A, depths) for the inner rounds that a proposer verifies itself, or None if the rule
+        shares noise. They are keyed by the start of this round, as block verification needs (see `sampling.noise`)."""
         if self.rule.shared:
             return None
         depth = torch.arange(depths, device=self.device)
@@ -294,8 +295,8 @@ class DecodingRound:
 
     @cached_property
     def _numbers(self) -> Tensor:
-        """Return uniforms (S, A, K+1), stream s at index s - 1. On a GPU they cover all depths of the table, so that
-        one graph serves rounds with every K."""
+        """Return uniforms (S, A, K+1) of the S streams; stream s has index s - 1. On a GPU they cover all depths of the
+        noise table, so that one graph serves every K."""
         width = 0 if self.device.type == "cpu" else self.noise.table.shape[-1]
         return self._streams(max(max(*self.k, *self.lengths, 0) + 1, width))
 
@@ -318,9 +319,9 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Return the Gumbel noise (A, n or 1, V) that draws the children of nodes. keys (n,): of the nodes, which all
-        have this depth. Each node has separate noise; noise shared with the target is the same for all nodes of a
-        position."""
+        """Return the Gumbel noise (A, n, V) that draws the children of n nodes. keys (n,): the nodes' keys. depth: the
+        depth that all these nodes have. Each node has its own noise. Under a rule that shares noise, all nodes at a
+        depth use the noise of the target at that position, (A, 1, V)."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -337,7 +338,7 @@ class DecodingRound:
     # The round as a function of tensors, see `models.replay`
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round as a function of tensors, or None, see `base.Round.pure`."""
+        """Return the round as a function of tensors, or None if it is none. Arguments as in `base.Round.pure`."""
         regimes, penalties = self.batch.regimes, self.batch.penalties
         if simple:
             greedy = greedy or not any(regimes.temperatures)
@@ -358,7 +359,7 @@ class DecodingRound:
         return Pure(tensors, self._on, (type(self), self.rule, self.batch.key), steady)
 
     def _on(self, tensors: Mapping[str, Tensor]) -> "DecodingRound":
-        """Return the same round, which reads `tensors`: other tensors with the names and shapes of those of `pure`."""
+        """Return this round as one that reads `tensors`, by the names and with the shapes that `pure` gives."""
         batch = self.batch.on(tensors)
         round = type(self)(batch.rows, self.k, self.rule, self.noise, self.vocabulary, self.device, batch)
         round.lengths = self.lengths
@@ -376,14 +377,15 @@ def _tempered(tensors: Mapping[str, Tensor], greedy: bool) -> Tempered:
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return the m likeliest children (A, n, m) by scores (A, n, V), and their one-hot distributions."""
+    """Return the ids (A, n, m) of the m likeliest children by scores (A, n, V), and their one-hot distributions (A, n,
+    m, V). probs (A, n, V): NaN for a node without a distribution, so that its one-hots are NaN too."""
     ids = likeliest(scores, m)
     none = (probs[..., :1] - probs[..., :1]).unsqueeze(2)  # 0, or NaN
     return ids, one_hot(ids, probs.unsqueeze(2).expand(*ids.shape, -1)) + none
 
 
 def _node_paths(tree: Tree) -> list[list[int]]:
-    """Return, for each node, the nodes on the path from the anchor down to it, itself included."""
+    """Return, for each node of a tree, the nodes on the path from the top down to it, the node itself included."""
     paths: list[list[int]] = []
     for node, parent in enumerate(tree.shape):
         paths.append([*(paths[parent] if parent >= 0 else []), node])
@@ -391,8 +393,9 @@ def _node_paths(tree: Tree) -> list[list[int]]:
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:
-    """Return whole numbers as int64 tensors on the device, by name, copied at once. numbers: for each name a list of A
-    numbers, which gives (A,), or of A lists of n, which gives (A, n). On a GPU the copy is pinned and asynchronous."""
+    """Copy whole numbers to the device, all at once, and return them as int64 tensors by name. numbers: for each name a
+    list of A numbers, for a tensor (A,), or a list of A lists of n numbers, for a tensor (A, n). On a GPU the copy is
+    pinned and asynchronous."""
     flat: list[int] = []
     shapes: list[tuple[int, ...]] = []
     for part in numbers.values():

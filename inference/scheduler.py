@@ -1,7 +1,8 @@
 """Slots and admission: the queue of a call, rows that enter and leave, and moves that fill freed slots.
 
-Slots [0, rows) of the target and of the proposer hold the active rows, without a gap. The spare slots after them hold
-prompts that wait. Several of these are stored in one pass, which takes half the time of one pass each.
+A slot stores one row's keys and values. Slots [0, rows) of the target and of the proposer hold the active rows, without
+a gap. The spare slots after them hold prompts that wait: several are stored in one pass, in about half the time of one
+pass each.
 """
 
 from collections import deque
@@ -28,8 +29,8 @@ from inference.source import like
 @dataclass
 class Call:
     """The state of one call of `generate` or `stream`. rows: all requests. waiting: requests whose prompts are not
-    stored yet. staged: requests whose prompts are stored in a spare slot, each with that slot and with the ids of the
-    prompt that the draft has read. active: requests being decoded, by slot."""
+    stored yet. staged: triples of a request whose prompt is stored in a spare slot, that slot, and the ids of the
+    prompt that the draft model has read. active: requests being decoded, by slot."""
 
     rows: list[Request]
     proposer: Proposer | None
@@ -45,8 +46,9 @@ class Call:
         self.waiting, self.stats = deque(self.rows), Stats(rows=[Counts() for _ in self.rows])
 
     def read_by_draft(self, prompts: Sequence[list[int]], rows: int) -> Sequence[list[int]]:
-        """Return the ids that the draft reads of each new prompt now: only the first one if a policy would draft
-        nothing with this many rows and the draft can catch up, else all. rows: the largest number of rows."""
+        """Return, for each new prompt, the ids that the draft model reads now: all, or only the first. Only the first
+        if the policy would draft nothing with this many rows and the draft model can catch up later. rows: the largest
+        number of active rows."""
         coming = min(rows, len(self.active) + len(self.staged) + len(self.waiting) + len(prompts))
         if (
             self.proposer
@@ -58,8 +60,8 @@ class Call:
         return prompts
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Return the draft length of each active row: the policy's, or the shorter length that ends before the row's
-        limit. Raises ValueError unless the policy gives one whole number >= 0 per row."""
+        """Return the draft length of each active row: the policy's, shortened to the row's limit; 0 for a row that is
+        decoded without drafts. Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
         if self.decisions:
@@ -92,8 +94,8 @@ class Slots:
         self.busy = False  # in a round
 
     def begin(self, rows: list[Request], proposer: Proposer | None, seed: int) -> Call:
-        """Return a new call with these rows, which uses the slots, and those of the proposer, from now on. seed: that
-        of the random numbers."""
+        """Start a new call with these rows, and return it. From now on it uses the slots of the target and of the
+        proposer. seed: the seed of its random numbers."""
         target = self.target
         self.current = Call(rows, proposer, Uniforms(seed, target.device))
         if proposer:
@@ -102,7 +104,7 @@ class Slots:
         return self.current
 
     def require(self, call: Call) -> None:
-        """Raise RuntimeError if a later call uses the slots or the proposer of this call."""
+        """Raise RuntimeError if a later call has taken this call's slots or proposer."""
         if self.current is not call:
             raise RuntimeError(
                 "Engine: a later call took the slots of this stream, so the stream cannot continue; end it before the "
@@ -116,9 +118,9 @@ class Slots:
 
     @torch.inference_mode()
     def admit(self, call: Call) -> None:
-        """Fill the free slots with prompts from spare slots, or, if none is stored there, with waiting prompts. If
-        waiting prompts could fill more spare slots than there are free slots, they are stored in the spare slots first,
-        since one pass stores them all."""
+        """Fill the free slots with prompts from the spare slots, or, if none is stored there, with waiting prompts. If
+        more waiting prompts fit into the spare slots than into the free slots, they are first stored in the spare
+        slots, all in one pass."""
         rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
         while len(call.active) < rows and (call.staged or call.waiting):
             with call.stats.clock("prefill"):
@@ -150,9 +152,9 @@ class Slots:
                 wait_for(self.target.device)
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
-        """End a row whose next token has no distribution, unless drafts may be the cause. doubtful: whether the row has
-        drafted, so that its slot may hold keys and values of a draft. Then the prompt is stored again, and the row
-        continues without drafts. reason: returns the message of the error."""
+        """End a row whose next token has no distribution, or let it try again without drafts if drafts may be the
+        cause. slot: the row's slot. doubtful: whether the row has drafted, so that its slot may hold keys and values of
+        a draft. Then, once per row, its text is stored again without them. reason: returns the message of the error."""
         if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)

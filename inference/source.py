@@ -1,7 +1,5 @@
-"""Texts of encoder-decoders. A text is the decoder's ids; it carries the source that the encoder reads.
-
-A source is token ids, or the features (F, T) of a sound: F numbers for each of T frames.
-"""
+"""Texts of encoder-decoders. A text is a list of the decoder's ids. It carries its source, the encoder's input: token
+ids, or the features (F, T) of a sound, F numbers for each of T frames."""
 
 import struct
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ BETWEEN = -1  # no token id: it stands between the ids of a text and those of it
 
 
 class SourcedText(list[int]):
-    """The decoder's ids of one text, with its source. Slices and sums of it are plain lists, without the source."""
+    """The decoder's ids of one text, with the text's source. Slices and sums are plain lists without the source."""
 
     __slots__ = ("source",)
 
@@ -29,7 +27,7 @@ def source_in_text(text: Sequence[int]) -> Source | None:
 
 
 def like(text: Sequence[int], ids: Sequence[int]) -> list[int]:
-    """Return `ids` as a list that carries the source of `text`, if `text` has one."""
+    """Return `ids` as a list. If `text` has a source, the list carries that source."""
     source = source_in_text(text)
     return list(ids) if source is None else SourcedText(ids, source)
 
@@ -41,20 +39,20 @@ def source_ids(text: Sequence[int]) -> list[int]:
 
 
 def searched(text: list[int]) -> list[int]:
-    """Return the ids in which look-up searches for an earlier occurrence: those of the source, `BETWEEN`, then those of
-    the text. Without source ids, return `text` itself."""
+    """Return the ids that look-up searches: the source's ids, then `BETWEEN`, then the text's ids. Return `text` itself
+    if it has no source ids."""
     before = source_ids(text)
     return [*before, BETWEEN, *text] if before else text
 
 
 def until_between(ids: list[int]) -> list[int]:
-    """Return the ids before `BETWEEN`, or all ids if it is not among them."""
+    """Return the ids before the first `BETWEEN`, or all ids if there is none."""
     return ids[: ids.index(BETWEEN)] if BETWEEN in ids else ids
 
 
 def words(text: Sequence[int]) -> tuple[int, ...]:
-    """Return whole numbers of 64 bits that identify a text and its source: the text's ids, then `BETWEEN` and the
-    source's ids, or a hash of its features (two numbers). Without a source, the text's ids alone."""
+    """Return whole numbers of 64 bits that identify a text and its source: the text's ids, then `BETWEEN`, then the
+    source's ids (or two numbers, a hash of its features). For a text without a source: only the text's ids."""
     source = source_in_text(text)
     if source is None:
         return tuple(text)

@@ -1,7 +1,7 @@
-"""The drafts of a round for a recorder, with p, q and u of each. They travel in the round's one copy to the host.
+"""The drafts of a round for a recorder, with p, q and u of each draft. They travel in the round's one copy to the host:
+`trace` packs them on the device, `traced_rows` unpacks them on the host.
 
-`trace` packs them on the device, `traced_rows` unpacks them on the host. A rows, N drafts, D drafts of the longest
-accepted path, V vocabulary.
+A rows, N drafts, D drafts on the longest accepted path, V vocabulary.
 """
 
 import math
@@ -28,19 +28,20 @@ class RoundRecorder(Protocol):
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:
-        """Record a round that has ended; its tokens are already appended to the texts of `rows`, which were active in
-        it.
+        """Record a round that has ended. Its tokens are already appended to the texts of `rows`, the rows that were
+        active in it.
 
         starts: for each row, the number of tokens that it had emitted before the round. proposal: the drafts. table:
-        that of `verification.RoundResult` on the host, whose last columns are the `trace`.
+        the table of `verification.RoundResult`, as lists on the host; its last columns are those of `trace`.
         """
 
 
 class TracedRow(NamedTuple):
     """One row of a round. prompt: index of the row's prompt in the call. start: number of tokens that the row had
-    emitted before the round. emitted: number of tokens that the round added. drafted: how many of `drafts` belong to
-    the row. path: the accepted nodes, in order. last: the token after them. drafts: ids of all nodes. floats: p of all
-    drafts, then q, then u, as the bits of float64. parents: the parent of each node, -1 for the text."""
+    emitted before the round. emitted: number of tokens that the round added. drafted: number of the row's drafts, the
+    first ones of `drafts`. path: the accepted drafts, as indices of `drafts`, in order. last: the token after them.
+    drafts: ids of all drafts (N). floats: p of the N drafts, then q, then u, each the bits of a float64 (3N). parents:
+    for each draft, the index of its parent, -1 for the text (N)."""
 
     prompt: int
     start: int
@@ -58,9 +59,9 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
     had distributions; the ids of the drafts (N); p, q and u of each draft (3N), as the bits of float64. For a tree, the
     parents of its nodes (N) and the accepted nodes (D), padded with -1, follow.
 
-    p (A, N+1, V): the target's probabilities. u (A, N or fewer): the uniforms that test the drafts, None if the rule
-    tests no uniforms. length (A,): the first column. path (A, D): the accepted nodes, None for a chain. Entries past a
-    row's drafts have no meaning.
+    p (A, N+1, V): the target's probabilities. u (A, N or fewer): the uniforms that the drafts are tested with; None if
+    the rule uses no uniforms. length (A,): number of each row's drafts that had distributions. path (A, D): the
+    accepted nodes of a tree, None for a chain. Entries after a row's last draft have no meaning.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
     ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
@@ -84,8 +85,8 @@ def traced_rows(
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """Return a row from its line of the table, whose first columns are the number of accepted drafts and the token
-    after them."""
+    """Return a `TracedRow` from the row's line of the table. N: number of drafts in the line. tree: whether they form a
+    tree."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

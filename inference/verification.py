@@ -1,7 +1,7 @@
-"""Verification of a round's drafts, chains and trees: it applies the rule, draws the next token, and fills the table
-that the host reads.
+"""Verification of the drafts of one round, a chain or a tree. It applies the rule, draws the next token, and fills the
+table that the host reads.
 
-A rows, N drafts, D drafts of the longest path (N of a chain), V vocabulary.
+A rows, N drafts per row, D drafts on the longest path (D = N for a chain), V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,17 @@ from inference.verify.tree import usable_lengths
 
 
 class RoundResult(NamedTuple):
-    """The result of a round. path (A, D): the accepted nodes of a tree, -1 past the last; None for a chain. table (A,
-    COLUMNS + D): one line per row, with the columns
+    """The result of a round. path (A, D): the accepted nodes of a tree from the top down, then -1; None for a chain.
+    table (A, COLUMNS + D), int64: one line per row, with the columns
 
     - number of drafts accepted
     - the token after them
-    - depth of the drafts that have distributions
+    - number of drafts that have distributions; for a tree, the number of its levels that have some
     - 1 if the token after the drafts has no distribution (then the second column is no token)
     - 1 if a position of the target's pass has no distribution
     - 1 if a draft was rejected after the accepted ones
-    - D drafts: all of a chain, or those of a tree's accepted path
+    - D drafts: all of a chain, or the accepted path of a tree
+    - in a recorded round, the columns of `trace.trace`
     """
 
     table: Tensor
@@ -38,11 +39,11 @@ class RoundResult(NamedTuple):
 def verify(
     replay: Replay, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Return the result of verifying the drafts of a round, computed by `replay` (as a CUDA graph, compiled, or as it
-    is).
+    """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, compiled, or
+    directly.
 
-    logits (A, N+1, V): of the target, after the anchors and all drafts. asked (A,): drafts per row. traced: whether to
-    append the columns of `trace.trace` to the table.
+    logits (A, N+1, V): the target's, after each row's anchor (the last token of its text) and after each draft. asked
+    (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to the table.
     """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
@@ -58,7 +59,7 @@ def verify(
 def verified(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Return the result of verifying the drafts of a round, see `verify`; a function of tensors only."""
+    """Return what `verify` returns, computed by tensor operations only. Arguments as in `verify`."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -77,9 +78,9 @@ def round_result(
 ) -> RoundResult:
     """Return the result of a round, with its table filled.
 
-    p (A, N+1, V): the target's distributions. verification: the rule's result, with a `path` if the proposal is a tree.
-    last (A,): the token after the accepted drafts. length (A,): how many of each row's drafts have distributions. asked
-    (A,): how many drafts each row has.
+    p (A, N+1, V): the target's distributions. proposal: the drafts, x (A, N). verification: the rule's result, with a
+    `path` if the proposal is a tree. last (A,): the token after the accepted drafts. length (A,): number of each row's
+    drafts that have distributions. asked (A,): number of each row's drafts.
     """
     missing, accepted = is_missing(p), verification.accepted.unsqueeze(1)  # (A, N+1), (A, 1)
     stains = missing.any(1, keepdim=True)
@@ -98,19 +99,23 @@ def round_result(
 
 def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
     """Return a message that says why a row has no distribution after its n accepted drafts. row: index among the active
-    rows. logits (A, N+1, V): of the target's pass. path (A, D): that of the result. This reads from the device."""
+    rows. logits (A, N+1, V): of the target pass. path (A, D): the accepted nodes of a tree, None for a chain. This
+    reads from the device."""
     if row in round.messages:
         return round.messages[row]
     position = f"after {len(round.texts[row])} tokens"
     if not bool(wide(logits[row, column_of(path, row, n)]).amax().isfinite()):
-        return f"{position}: the target's logits are NaN, infinite or all -inf"
+        return (
+            f"{position}: the target's logits are NaN, infinite or all -inf; load it in float32, or check its weights"
+        )
     return (
-        f"{position}: no token is left; Sampling.banned, banned_first, logit_bias, min_new_tokens or processors "
-        f"forbid every one that the model allows"
+        f"{position}: no token is left: Sampling.banned, banned_first, logit_bias, min_new_tokens or processors "
+        "forbid every token whose logit is finite; allow one of them"
     )
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """Return the column of the target pass that follows the last of the n accepted drafts of row `slot`. path (A, D):
-    the accepted nodes, None for a chain. This reads from the device if there is a path."""
+    """Return the column (0-based) of the target pass that comes after the last accepted draft of a row. slot: index
+    among the active rows. path (A, D): the accepted nodes of a tree, None for a chain. n: number of accepted drafts of
+    the row. This reads from the device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1

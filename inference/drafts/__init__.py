@@ -1,1 +1,2 @@
-"""Draft folders. This package reads and writes them, checks that draft and target fit, and writes files atomically."""
+"""Draft folders. This package reads and writes them, checks whether draft and target fit, and writes files
+atomically."""

@@ -1,8 +1,8 @@
 """Atomic writes of files and folders. Each is written under a temporary name in the same parent folder, then renamed.
 
-The temporary name is `.<name>.<host>-<pid>-<random>.new`, or `.old` for a folder that is being replaced. It shows which
-process left a file. The next write to the same path removes the temporaries of dead processes. If a replacement was
-interrupted, that write also restores the old folder.
+The temporary name is `.<name>.<host>-<pid>-<random>.new`, or ends with `.old` for a folder that is being replaced. Host
+and pid name the process that made it. The next write to the same path removes the temporaries of dead processes. If a
+replacement was interrupted, that write also restores the old folder.
 """
 
 import errno
@@ -33,7 +33,8 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path` when the block ends without an exception; see `write_atomic`."""
+    """Yield a temporary file that becomes `path` when the `with` block ends without an exception. Raises what
+    `write_atomic` raises."""
     real = _real_path(path)
     new = _temporary(real, "new")
     try:
@@ -49,12 +50,12 @@ def new_file(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty temporary folder that becomes `final` when the block ends without an exception.
+    """Yield an empty temporary folder that becomes `final` when the `with` block ends without an exception.
 
-    `final` may be absent or empty. With `replace` it may contain files, and these stay untouched until the new folder
-    is complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files
-    without `replace`, NotADirectoryError if it is a file, OSError naming `final` if the disk is full, and any exception
-    of the block.
+    `final` may be absent or empty. With `replace` it may contain files; these stay untouched until the new folder is
+    complete and on disk. Every error leaves `final` as it was. Raises FileExistsError if `final` contains files and
+    `replace` is off, NotADirectoryError if `final` is a file, OSError naming `final` if the disk is full, and any
+    exception of the block.
     """
     real = _real_path(final)
     _refuse(real, replace)
@@ -72,14 +73,14 @@ def new_folder(final: Path, replace: bool = False) -> Iterator[Path]:
 
 
 def disk_full(error: BaseException) -> bool:
-    """Return whether `error`, of the system, torch or safetensors, means that the disk, the quota or the file size
-    limit is exhausted."""
+    """Return whether an error of the system, torch or safetensors means that the disk, the quota or the file size limit
+    is exhausted."""
     return (isinstance(error, OSError) and error.errno in _FULL) or bool(_FULL_TEXT.search(str(error)))
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Raise an OSError that names `path` in place of an error of the block that means a full disk."""
+    """If an error of the `with` block means a full disk, raise an OSError that names `path` instead."""
     try:
         yield
     except BaseException as error:
@@ -90,14 +91,16 @@ def naming_full_disk(path: Path) -> Iterator[None]:
 
 def _refuse(real: Path, replace: bool) -> None:
     if real.exists() and not real.is_dir():
-        raise NotADirectoryError(errno.ENOTDIR, "cannot write a folder here: a file has this name", str(real))
+        raise NotADirectoryError(
+            errno.ENOTDIR, "cannot write a folder here: a file has this name; give another path", str(real)
+        )
     if not replace and real.is_dir() and any(real.iterdir()):
         raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
 
 
 def _flush(new: Path) -> None:
-    """Flush the new files to disk, and give them the mode of their folder. The folder's mode follows the umask, whereas
-    safetensors saves files with mode 0600."""
+    """Flush the new files to disk, and give them their folder's mode without execution. The folder's mode follows the
+    umask; safetensors saves files with mode 0600."""
     mode = new.stat().st_mode & 0o666
     for folder, _, names in os.walk(new):
         for name in names:
@@ -124,8 +127,8 @@ def _swap(new: Path, real: Path) -> None:
 
 
 def _real_path(path: Path) -> Path:
-    """Return the path with symbolic links followed, after creating its parents and removing the temporary files of dead
-    processes."""
+    """Return the path with symbolic links followed. First create its parent folders, and remove the temporary files
+    that dead processes left for it."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
     _recover(real)
@@ -138,8 +141,8 @@ def _temporary(real: Path, role: str) -> Path:
 
 
 def _recover(real: Path) -> None:
-    """Remove the temporary files and folders of dead processes of this host, and restore a folder that one of them was
-    replacing."""
+    """Remove the temporary files and folders that dead processes of this host left for `real`. If such a process was
+    replacing the folder `real`, restore it."""
     prefix = f".{real.name}."
     for entry in real.parent.iterdir():
         owner = _OWNER.fullmatch(entry.name.removeprefix(prefix)) if entry.name.startswith(prefix) else None

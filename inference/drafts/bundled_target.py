@@ -1,6 +1,5 @@
-"""Paths of models. A path may be a name of `BUNDLED` for a bundled target (in a checkout or in an installed
-`cotrain`), a GGUF file, a folder, or a hub id.
-"""
+"""Paths of models. A path may be a name in `BUNDLED` (a target in a checkout or in an installed `cotrain`), a name in
+`PACKAGED`, a GGUF file, a folder, or a hub id."""
 
 import os
 import re
@@ -24,11 +23,11 @@ REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or
 
 
 def resolve(path: str, key: str = "target.path") -> str:
-    """Return the path that a model is loaded from. path: a name of `BUNDLED`, which gives that target's folder; a GGUF
-    file or a name of `PACKAGED`, which gives the folder of the dequantised model, written first if it is not in the
-    cache; any other path is returned unchanged. key: the setting that has the path, for errors.
+    """Return the path that a model is loaded from. For a name in `BUNDLED` this is the target's folder. For a GGUF file
+    or a name in `PACKAGED` it is the folder of the dequantised model in the cache, written if it is missing. Any other
+    path is returned unchanged. key: the setting that has the path, for messages.
 
-    Raises FileNotFoundError if a bundled target is missing, and the errors of `gguf_file` and `dequantised`.
+    Raises FileNotFoundError if a bundled target is missing, and what `gguf_file` and `dequantised` raise.
     """
     if path not in BUNDLED:
         file = gguf_file(path, key)
@@ -38,16 +37,19 @@ def resolve(path: str, key: str = "target.path") -> str:
     for folder in folders:
         if (folder / "config.json").is_file():
             return str(folder)
-    raise FileNotFoundError(f"{key}: the target {path} is missing: there is no folder {folders[0]} or {folders[1]}")
+    raise FileNotFoundError(
+        f"{key}: the target {path} is missing: there is no folder {folders[0]} or {folders[1]}: install cotrain "
+        "again, or name another model"
+    )
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     """Raise ValueError if `path` does not exist and cannot be the name of a repository on the hub. The message names
-    the key and the working directory. For a repository, call `reach_hub`.
+    the key and the working directory. For a name that may be a repository, this calls `reach_hub`.
 
-    key: the setting that has the path. what: what the path should be, for the message. A valid name of a repository is
-    taken for a mistyped path if its first part is an existing folder or if a similar path exists, unless its
-    config.json is in the hub's cache.
+    key: the setting that has the path. what: names what the path should be, for the message. A valid name of a
+    repository counts as a mistyped path if its first part is an existing folder, or if a similar path exists. It does
+    not if the repository's config.json is in the hub's cache.
     """
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
@@ -68,8 +70,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
 @cache
 def reach_hub() -> None:
-    """Set HF_HUB_OFFLINE if the hub cannot be reached, here and for processes that this one starts. Files are then read
-    from its cache at once; otherwise huggingface_hub repeats each request for half a minute."""
+    """If the hub cannot be reached, set HF_HUB_OFFLINE for this process and for processes that it starts. Files are
+    then read from the hub's cache at once; without it, huggingface_hub repeats each request for half a minute."""
     if constants.HF_HUB_OFFLINE:
         return
     try:
@@ -83,7 +85,8 @@ def reach_hub() -> None:
 
 
 def _nearest(path: str) -> str | None:
-    """Return the existing path most similar to `path`, compared part by part, or None if some part resembles none."""
+    """Return the existing path that is most similar to `path`, compared part by part. Return None if nothing is similar
+    enough to some part."""
     nearest = Path(path).parts[0] if os.path.isabs(path) else ""
     for part in Path(path).parts[bool(nearest) :]:
         names = os.listdir(nearest or os.curdir) if os.path.isdir(nearest or os.curdir) else []

@@ -1,9 +1,9 @@
-"""Causal LMs of draft folders, some of which have modules of our own. Their config.json names these modules.
+"""Causal LMs in draft folders. Some have modules of this project; their config.json names these.
 
-A plain Hugging Face folder is loaded by transformers alone. A `Part` is one module that we add to a causal LM of any
-family: a small head, a Markov head, or the scale of a draft conditioned on the temperature. All other weights keep
-their names, so a draft can start from the weights of a folder without the part. A kind of draft with another module
-defines a subclass of `CausalLM` that lists its part.
+A plain Hugging Face folder is loaded by transformers alone. A `Part` describes one module that is added to a causal LM
+of any family: a small head, a Markov head, or the scale of a draft that is conditioned on the temperature. All other
+weights keep their names, so a draft can start from the weights of a folder without the module. A kind of draft with
+another module defines a subclass of `CausalLM` that lists its `Part`.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,11 @@ GENERATION = "generation_config.json"
 
 
 class Part(NamedTuple):
-    """A module of our own that is added to a causal LM.
+    """A module of this project that is added to a causal LM.
 
-    keys: keys of config.json; a network has the part if one of them is set. put: the function that adds the untrained
+    keys: keys of config.json; a network has the module if one of them is set. put: the function that adds the untrained
     module to the network and returns the module; it raises ValueError if the config does not describe the module.
-    required: whether every network of the class has the part.
+    required: whether every network of the class has the module.
     """
 
     keys: tuple[str, ...]
@@ -42,8 +42,8 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders that hold a causal LM or an encoder-decoder (see `Proposer.network_class`). It
-    has no instances: the networks that it makes belong to transformers' own classes."""
+    """The network class of draft folders with a causal LM or an encoder-decoder (see `Proposer.network_class`). It has
+    no instances: the networks that it makes are of transformers' own classes."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
@@ -56,12 +56,13 @@ class CausalLM:
 
     @classmethod
     def has_parts(cls, config: PretrainedConfig) -> bool:
-        """Return whether a network with this config has modules of our own."""
+        """Return whether a network with this config has modules of this project."""
         return bool(cls._present(config))
 
     @classmethod
     def put(cls, network: PreTrainedModel) -> list[str]:
-        """Add to the network the modules that its config names, in place, and return their names."""
+        """Add the modules that the network's config names to the network, in place. Return the modules' names in the
+        network."""
         modules = [part.put(network) for part in cls._present(network.config)]
         return [name for name, module in network.named_modules() if any(module is one for one in modules)]
 
@@ -73,10 +74,11 @@ class CausalLM:
     def from_pretrained(
         cls, path: str | Path, *, dtype: Any = "auto", output_loading_info: bool = False, **options: Any
     ) -> Any:
-        """Return the network in a folder or on the hub, with our modules. transformers loads it from safetensors.
+        """Return the network in a folder or on the hub, with this project's modules. It is loaded from safetensors.
 
-        output_loading_info: whether to return (network, report) instead; transformers' loading report then covers our
-        tensors too. options: those of transformers' `from_pretrained`. Raises ValueError if a part rejects the config.
+        output_loading_info: whether to return (network, report) instead; transformers' loading report then covers these
+        modules' tensors too. options: arguments of transformers' `from_pretrained`. Raises ValueError if the config
+        does not describe a module properly.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code)
@@ -102,8 +104,8 @@ class CausalLM:
 
 
 def folder_of(path: str | Path) -> Path:
-    """Return the local folder of a model. path: a folder, which is returned unchanged, or a hub id, whose snapshot in
-    the hub's cache is returned; its missing files are fetched first (JSON files, and weights in safetensors)."""
+    """Return the local folder of a model. path: a folder, returned unchanged, or a hub id. For a hub id, fetch missing
+    files first (JSON files, and weights in safetensors), and return the snapshot's folder in the hub's cache."""
     if Path(path).is_dir():
         return Path(path)
     return Path(snapshot_download(str(path), allow_patterns=["*.json", "model*.safetensors"]))
@@ -116,8 +118,8 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
-    """Copy the tensors `ours` into our modules, whose names begin with `own`. Missing, mismatched and unexpected
-    tensors are added to `info`, transformers' loading report, in place."""
+    """Copy the tensors `ours` into this project's modules, whose names begin with one of `own`. Missing, mismatched and
+    unexpected tensors are added to `info` (transformers' loading report), in place."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

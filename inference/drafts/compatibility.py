@@ -1,5 +1,5 @@
 """Checks whether a draft and a target fit together. This module hashes what a draft depends on, and lists the problems
-of a pair."""
+of a draft and a target."""
 
 import hashlib
 import json
@@ -46,12 +46,12 @@ CONFIG_KEYS = (
 
 
 def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str | None]:
-    """Return two SHA-256 hashes of what a draft depends on: "config" covers the target's shape, "tokenizer" its
-    vocabulary and special ids.
+    """Return two SHA-256 hashes of what a draft depends on. "config" covers the target's shape, "tokenizer" the
+    tokenizer's vocabulary and special ids.
 
-    Both are hexadecimal. They are equal on every machine, for a config with or without a loaded model, and for every
-    quantisation of it. "tokenizer" is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one
-    model have the same hashes.
+    Both are hexadecimal. They are equal on every machine, with or without a loaded model, and for every quantisation of
+    the target. "tokenizer" is None if there is no tokenizer. Weights are not hashed, so two fine-tunes of one model
+    have the same hashes.
     """
     text = config.get_text_config(decoder=True)
     # a family has only some of these keys, a few under another name (attribute_map)
@@ -64,16 +64,16 @@ def hash_target(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | N
 
 
 def hash_weights(path: str, adapter: str | None = None) -> str | None:
-    """Return a hash of a target's weights, from its files, or None if they cannot be read. It never raises an error;
-    loading the target says what is wrong with the files.
+    """Return a hash of a target's weights, in hexadecimal, read from its files, or None if they cannot be read. It
+    raises no error; loading the target reports what is wrong with the files.
 
     path: as in `resolve`; for a hub id, the files in the hub's cache are read. adapter: the folder or hub id of a PEFT
     adapter, whose weights are hashed too.
 
     The hash covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of
     them, so it takes less than a second for any size. It depends on the dtype of the files, but not on how many files
-    there are. `cotrain.data.fingerprints.fingerprint` is the other hash of weights: it covers every value of a loaded
-    target, quantised or adapted. This one is for commands that have not loaded the target, or never do.
+    there are. Use it in commands that have not loaded the target. For a loaded target,
+    `cotrain.data.fingerprints.fingerprint` covers every value, quantised or adapted.
     """
     digest = hashlib.blake2b(digest_size=16)
     try:
@@ -99,9 +99,9 @@ def _weights(path: str) -> list[Path]:
 
 
 def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
-    """Return the tensors of a safetensors file, by name: what the header says of the tensor, the position of the bytes
-    to read, and their number. The file is not mapped, since the system reads many pages around each byte of a mapped
-    file."""
+    """Return, for each tensor of a safetensors file by name: its entry in the header (name, dtype, shape), the position
+    in the file of the bytes to read, and the number of these bytes. The file is not mapped, since around each byte of a
+    mapped file the system reads many pages."""
     with file.open("rb", buffering=0) as opened:
         data = 8 + int.from_bytes(_read(opened, 0, 8), "little")
         header = json.loads(_read(opened, 8, data - 8))
@@ -117,13 +117,14 @@ def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
 def _read(opened: FileIO, begin: int, size: int) -> bytes:
     opened.seek(begin)
     if len(block := opened.read(size)) != size:
-        raise ValueError("the file ends too early")
+        raise ValueError(f"{opened.name}: {size} bytes expected at {begin}, but only {len(block)} are there")
     return block
 
 
 def _chosen(names: Iterable[str]) -> set[str]:
-    """Return the names of at most `BLOCKS` tensors. One tensor of each projection of each layer comes first, so that an
-    adapter merged into any of them changes the hash. The other experts of the layers follow, in pseudorandom order."""
+    """Return the names of at most `BLOCKS` tensors. One tensor of each kind of projection in each layer comes first, so
+    that an adapter merged into any of them changes the hash. Further tensors of a kind (other experts) follow, in
+    pseudorandom order."""
     ranks, seen = {}, Counter[str]()
     for name in sorted(names, key=lambda name: (crc32(name.encode()), name)):
         layer = LAYER.match(name)[0]  # type: ignore[index]  # it matches every name
@@ -133,13 +134,13 @@ def _chosen(names: Iterable[str]) -> set[str]:
 
 
 def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the SHA-256 hash of the vocabulary and the special ids."""
+    """Return the SHA-256 hash, in hexadecimal, of the tokenizer's vocabulary and special ids."""
     return _sha256([tokenizer.get_vocab(), special_ids(tokenizer)])
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the ids of the special tokens that occur in texts, by name; None for one that the tokenizer lacks. The pad
-    token is omitted, because users often set it to the end token."""
+    """Return the ids of the special tokens that occur in texts, by name (bos, eos, unk); None for a token that the
+    tokenizer lacks. The pad token is omitted, because users often set it to the end token."""
     return {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unk": tokenizer.unk_token_id}
 
 
@@ -156,8 +157,8 @@ def check_pair(
     """Return the reasons why target and draft cannot serve together, one sentence per reason.
 
     The vocabularies are compared token by token (if both tokenizers are given), then the special ids, the padded
-    vocabulary sizes and the maximum positions. A reason that begins with "warning:" only costs speed or length. Engines
-    reject a pair for every other reason.
+    vocabulary sizes and the maximum positions. A reason that begins with "warning:" only costs speed or length. For
+    every other reason, serving engines reject the pair.
     """
     target, draft = target_config.get_text_config(decoder=True), draft_config.get_text_config(decoder=True)
     problems = []
@@ -165,7 +166,10 @@ def check_pair(
         problems += tokenizer_problems(target_tokenizer, draft_tokenizer)
     for side, config, tokenizer in (("target", target, target_tokenizer), ("draft", draft, draft_tokenizer)):
         if tokenizer is not None and (size := max(tokenizer.get_vocab().values()) + 1) > config.vocab_size:
-            problems.append(f"vocab_size: the {side} has {config.vocab_size} ids, but its tokenizer has {size}")
+            problems.append(
+                f"vocab_size: the {side} has {config.vocab_size} ids, but its tokenizer has {size}: use the tokenizer "
+                f"that belongs to the {side}"
+            )
     if draft.vocab_size != target.vocab_size:
         problems.append(
             f"vocab_size: the draft has {draft.vocab_size} rows, but the target has {target.vocab_size} (padding "
@@ -175,9 +179,8 @@ def check_pair(
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless the target has the hidden size and the vocabulary size that
-    `config` states. `config` belongs to a network that reads the target's states. The target may be on the meta device.
-    """
+    """Raise ValueError unless the target's hidden size and vocabulary size are those in `config`, the config of a
+    network that reads the target's states. where: the start of the message. The target may be on the meta device."""
     theirs = target.config.get_text_config()
     for key in ("hidden_size", "vocab_size"):
         ours, other = getattr(config, key), getattr(theirs, key)
@@ -188,19 +191,22 @@ def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) ->
 
 
 def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> list[str]:
-    """Return the differences between the tokenizers of target and draft, which must give the same ids, one sentence per
-    difference."""
+    """Return the differences between the target's and the draft's tokenizers, one sentence per difference. Both must
+    give the same ids."""
     problems, (p, q) = [], (target.get_vocab(), draft.get_vocab())
     if p != q:
         token, _ = min(p.items() ^ q.items(), key=lambda item: (item[1], item[0]))
         problems.append(
             f"tokenizer: vocabularies differ, first at token {token!r}: id {p.get(token)} in the target's, "
-            f"{q.get(token)} in the draft's"
+            f"{q.get(token)} in the draft's: give the draft the target's tokenizer"
         )
     theirs = special_ids(draft)
     for name, index in special_ids(target).items():
         if index != theirs[name]:
-            problems.append(f"tokenizer: {name}_token_id is {index} for the target, {theirs[name]} for the draft")
+            problems.append(
+                f"tokenizer: {name}_token_id is {index} for the target, {theirs[name]} for the draft: give the draft "
+                "the target's tokenizer"
+            )
     return problems
 
 

@@ -1,9 +1,9 @@
-"""Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`). Some have
-`prompts.jsonl` too: prompts to measure the draft on, from which it did not learn.
+"""Draft folders: plain Hugging Face files, `report.json` (the measurement) and `cotrain.json` (`Metadata`). Some also
+have `prompts.jsonl`: prompts to measure the draft with; it was not trained on them.
 
-`save` (the main job) and `write` (exports) write a folder atomically. Reading a folder runs no code from it and accepts
-weights in safetensors only. It also rejects weights that lack tensors, which transformers would fill with random
-numbers.
+`save` writes a folder atomically; `write` writes its files into an empty folder. Reading a folder runs no code from it,
+and accepts only weights in safetensors. It also rejects weights that lack tensors; transformers would fill these with
+random numbers.
 """
 
 import copy
@@ -59,9 +59,9 @@ LATER = {"tree", "served"}  # keys that older folders of this format lack
 class PlannedTree:
     """The tree that every round drafts, instead of a chain.
 
-    parents: node i has parent parents[i] < i, or -1 for the text, as in a proposer's `shape=`. rule: verification rule,
-    "tree" or "traversal". likeliest: whether the children are the likeliest tokens; otherwise they are sampled. Raises
-    ValueError naming the key that is wrong.
+    parents: node i has parent parents[i] < i, or -1 if it follows the text; as in a proposer's `shape=`. rule: the
+    verification rule, "tree" or "traversal". likeliest: whether the children are the likeliest tokens; otherwise they
+    are sampled. Raises ValueError naming the key that is wrong.
     """
 
     parents: Sequence[int]
@@ -85,12 +85,12 @@ class PlannedTree:
 
     @classmethod
     def read(cls, values: Any) -> "PlannedTree | None":
-        """Return the planned tree that `values`, the JSON value of the key `tree`, describe; None for null. Raises
-        ValueError naming the key that is wrong."""
+        """Return the planned tree that the JSON value of the key `tree` describes; None for null. Raises ValueError
+        naming the key that is wrong."""
         if values is None:
             return None
         if not isinstance(values, Mapping) or set(values) != {"parents", "rule", "likeliest"}:
-            raise ValueError(f"tree must hold parents, rule and likeliest, or be null, not {values!r}")
+            raise ValueError(f"tree must be null, or have the keys parents, rule and likeliest, not {values!r}")
         return cls(**values)
 
     @property
@@ -108,11 +108,11 @@ class PlannedTree:
 class ServedAs:
     """How a draft was measured, and is served unless the caller says otherwise.
 
-    verify: the verification rule of chains; a planned tree has its own. dtype: that of the target; "auto" for the
-    checkpoint's, or float32 on a CPU that would emulate it. quantisation: that of the target's weights. prompt_tokens:
-    the largest number of tokens of the measured prompts. messages: whether prompts are messages. template: arguments of
-    the chat template that renders messages. chat: the setting `data.chat`, whether rows without messages are rendered
-    too, each as a message.
+    verify: the verification rule of chains; a planned tree has its own. dtype: the target's dtype; "auto" for the
+    checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
+    largest number of tokens of a measured prompt. messages: whether the prompts are lists of messages. template:
+    arguments of the chat template that renders messages. chat: the setting `data.chat`: whether rows without messages
+    are rendered too, each as one message; None for its default.
     """
 
     verify: str = "token"
@@ -132,8 +132,8 @@ class ServedAs:
 
     @classmethod
     def read(cls, values: Any) -> "ServedAs":
-        """Return what `values`, the JSON value of the key `served`, describe. Keys that older folders lack, or have as
-        null, have the defaults. Raises ValueError naming the key that is wrong."""
+        """Return what the JSON value of the key `served` describes. Keys that older folders lack, or have as null, get
+        the defaults. Raises ValueError naming the key that is wrong."""
         names = {item.name for item in fields(cls)}
         if not isinstance(values, Mapping) or set(values) - names:
             raise ValueError(f"served may only have the keys {', '.join(sorted(names))}, not {values!r}")
@@ -148,14 +148,14 @@ class Metadata:
     """The contents of `cotrain.json`. Every command that decodes with the draft, and `inference.load`, reads it here.
 
     target: {"name": hub id, path or "bundled", "config": hash, "tokenizer": hash, "weights": hash}, see `hash_target`
-    and `hash_weights`; older folders lack the last. k: planned draft length of chains, in tokens. objective: "sampled"
-    if trained for acceptance sum_v min(p, q), "greedy" if trained for p(argmax q). regime: sampling settings in
-    training. origin: command, commit, versions, date, loss. kind: kind of draft. report: SHA-256 of report.json, set by
-    `save`. int8: whether the draft was measured with weights rounded to 8 bits; if so, `inference.load` also rounds
-    them on a CPU. tree: the tree to draft instead of a chain, None if chains were faster. served: how else the draft
-    was measured.
+    and `hash_weights`; older folders lack "weights". k: planned draft length of chains, in tokens. objective: the
+    acceptance that the draft was trained for, "sampled" for sum_v min(p, q) or "greedy" for p(argmax q). regime:
+    sampling settings in training. origin: command, commit, versions, date, loss. kind: kind of draft. report: SHA-256
+    of report.json, set by `write`; None without a report. int8: whether the draft was measured with weights rounded to
+    8 bits; if so, `inference.load` rounds them too, on a CPU. tree: the tree to draft instead of a chain, None if
+    chains were faster. served: the other settings of the measurement.
 
-    Raises ValueError naming the key and its value.
+    Raises ValueError naming a wrong key and its value.
     """
 
     target: Mapping[str, str | None]
@@ -172,13 +172,14 @@ class Metadata:
 
     @property
     def rule(self) -> str:
-        """Return the verification rule of what is drafted: the tree's, or that of chains."""
+        """Return the name of the verification rule: the planned tree's if there is one, else `served.verify`, the rule
+        for chains."""
         return self.tree.rule if self.tree else self.served.verify
 
     @property
     def learnt_from(self) -> str:
-        """Return the name of the target whose outputs the draft learnt from, even if the draft was exported for another
-        target."""
+        """Return the name of the target that the draft was trained for. After an export for another target, this is
+        still the first one."""
         return str(self.origin.get("learnt_from") or self.target["name"])
 
     def __post_init__(self) -> None:
@@ -186,7 +187,10 @@ class Metadata:
             if not isinstance(value, Mapping):
                 raise ValueError(f"{name} must be an object, not {value!r}")
         if {*self.target} - {"weights"} != {"name", "config", "tokenizer"} or not isinstance(self.target["name"], str):
-            raise ValueError(f"target must hold name, config and tokenizer, not {dict(self.target)!r}")
+            raise ValueError(
+                "target must have the keys name (text), config and tokenizer, and may have weights; it has "
+                f"{dict(self.target)!r}"
+            )
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
         if not isinstance(self.int8, bool):
@@ -199,13 +203,12 @@ class Metadata:
             raise ValueError(f"regime: {error}") from error
 
     def exported(self, target: str | None, k: int | None, objective: str | None) -> "Metadata":
-        """Return a copy for a draft that is exported, in which the given values replace the present ones; None keeps a
-        value.
+        """Return a copy for an exported draft. The given values replace the present ones; None keeps the present value.
 
-        target: name of the target to serve. Its weights include the adapter, if there was one, so the adapter is
-        removed. If its weights are not those that the draft learnt from, the origin says so: `learnt_from` is the old
-        target's name, `warning` the sentence of `other_weights`. k: draft length of chains; the tree is then removed.
-        objective: see the class.
+        target: name of the target to serve. If the draft was trained for an adapter, this target includes it, so the
+        adapter is removed. If the target's weights are not those that the draft was trained for, `origin` gets two
+        keys: `learnt_from`, the old target's name, and `warning`, the sentence of `other_weights`. k: draft length of
+        chains; the tree is then removed. objective: see the class.
         """
         merged = target and self.origin.get("adapter")
         origin = {**self.origin, "adapter": None} if merged else self.origin
@@ -224,11 +227,11 @@ class Metadata:
 
 
 def other_weights(metadata: Metadata | None, path: str, adapter: str | None = None) -> str | None:
-    """Return a sentence if a target's weights, or their dtype, are not those that a draft was trained for, else None.
-    path, adapter: the target's, see `hash_weights`.
+    """Return a sentence if a target's weights or their dtype differ from those that a draft was trained for, else None.
+    path, adapter: of the target, see `hash_weights`.
 
-    Also return None if the metadata have no hash of weights, if the target cannot be read, and if an adapter has been
-    merged since.
+    Also return None if the metadata have no hash of weights, if the target cannot be read, and if only one of draft and
+    target has an adapter (it may have been merged).
     """
     own = metadata.target.get("weights") if metadata else None
     if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
@@ -243,7 +246,7 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
 
 
 def other_report(folder: Path, metadata: Metadata | None) -> str | None:
-    """Return a sentence if the report of a folder is missing or was changed, else None."""
+    """Return a sentence if a folder's report is missing or was changed, else None."""
     file = folder / REPORT
     if metadata is None or metadata.report is None or (file.is_file() and digest(file) == metadata.report):
         return None
@@ -253,7 +256,7 @@ def other_report(folder: Path, metadata: Metadata | None) -> str | None:
 @dataclass(frozen=True)
 class Folder:
     """A draft folder. kind: kind of draft. metadata: the contents of `cotrain.json`, None if the folder has no such
-    file. path: where the folder is."""
+    file. path: the folder's path."""
 
     kind: str
     metadata: Metadata | None
@@ -269,12 +272,12 @@ def save(
     replace: bool = False,
     prompts: str = "",
 ) -> Path:
-    """Write a draft folder atomically, and return its path. If the process crashes at any moment, the old folder
-    remains.
+    """Write a draft folder atomically, and return its path. If the process stops at any moment, the old folder remains
+    complete.
 
     model, tokenizer, metadata, report: see `write`. replace: whether a folder with files may be replaced. prompts: the
-    text of `PROMPTS`; if it is empty, the folder has no such file. Raises FileExistsError if the folder contains files
-    and `replace` is off, and the errors of `write`.
+    contents of `prompts.jsonl`; "" to write no such file. Raises FileExistsError if the folder contains files and
+    `replace` is off, and what `write` raises.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -292,8 +295,8 @@ def write(
 ) -> None:
     """Write the files of a draft into an existing empty folder, with weights in the model's dtype.
 
-    tokenizer: None to write none. metadata: its `report` is set to the hash of the report. report: the contents of
-    report.json, None to write none. Raises ValueError if weights are not finite, or if the tokenizer is not the
+    tokenizer: None to write no tokenizer. metadata: written with the report's hash as `report`. report: the contents of
+    report.json, None to write no report. Raises ValueError if weights are not finite, or if the tokenizer is not the
     target's.
     """
     require_finite(model, "the draft to save")
@@ -311,15 +314,16 @@ def write(
 
 
 def describe(folder: Path, metadata: Metadata) -> None:
-    """Write `cotrain.json` with this metadata into a folder that already contains the weights."""
+    """Write `cotrain.json` with this metadata into a folder that already has the weights."""
     values = {"made" if key == "origin" else key: value for key, value in asdict(metadata).items()}
     (folder / METADATA).write_text(_json(values), encoding="utf-8")
 
 
 def _config(model: PreTrainedModel) -> PretrainedConfig:
-    """Return a copy of the model's config, with tie_word_embeddings set to whether head and embedding are one tensor.
+    """Return a copy of the model's config in which tie_word_embeddings is true if head and embedding are one tensor,
+    else false.
 
-    safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the other name with
+    safetensors stores a shared tensor once. If the config said "not tied", a reader would fill the second tensor with
     random numbers. If it said "tied" for two different tensors, some engines would drop one.
     """
     config = copy.deepcopy(model.config)
@@ -353,24 +357,29 @@ def digest(file: Path) -> str:
 
 
 def read(folder: str | Path) -> Folder:
-    """Return the kind and the metadata of a draft folder, without loading its weights. A folder without metadata is
-    taken for a Hugging Face causal LM, an independent draft. Warns if the report is missing or was changed.
+    """Return the kind and the metadata of a draft folder, without loading its weights. A folder without metadata has
+    the kind "independent", a Hugging Face causal LM. Warns if the report is missing or was changed.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError for broken JSON, another
     format version, or a key that is missing, unknown or wrong. The message names file and key.
     """
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no folder {path}; give the path of a draft folder")
     if not (path / CONFIG).is_file():
         inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
-        raise FileNotFoundError(f"{path} is no draft folder: it has no {CONFIG}{inner}")
+        raise FileNotFoundError(
+            f"{path} is no draft folder: it has no {CONFIG}{inner or '; give a folder that cotrain exported'}"
+        )
     for name in (CONFIG, GENERATION, REPORT):
         if (path / name).is_file():
             read_json(path / name)
     metadata = _metadata(path / METADATA) if (path / METADATA).is_file() else None
     if problem := other_report(path, metadata):
-        warnings.warn(f"{problem}: it may be of another draft", stacklevel=1)
+        warnings.warn(
+            f"{problem}: the report may be about another draft; to measure again: cotrain bench draft.path={path}",
+            stacklevel=1,
+        )
     return Folder(metadata.kind if metadata else "independent", metadata, path)
 
 
@@ -382,9 +391,15 @@ def _metadata(file: Path) -> Metadata:
     try:
         # check the version first: another version may have other keys
         if values.get("format") != FORMAT:
-            raise ValueError(f"format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
+            raise ValueError(
+                f"format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}: make the folder "
+                "again with this version, or use the version that wrote it"
+            )
         if odd := (set(values) ^ names) - (LATER - set(values)):
-            raise ValueError(f"these keys are missing or unknown: {', '.join(sorted(odd))}")
+            raise ValueError(
+                f"keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys unknown: "
+                f"{', '.join(sorted(odd & set(values))) or 'none'}: use the file that cotrain wrote"
+            )
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
         read = Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
@@ -395,9 +410,9 @@ def _metadata(file: Path) -> Metadata:
 
 
 def _located(file: Path, metadata: Metadata) -> Metadata:
-    """Return the metadata of a file with the present paths of target and adapter. A relative path was typed where the
-    draft was made: in the working directory, or in a folder above the file. If several of these have a target of this
-    name, the first whose weights have the hash of the metadata is meant."""
+    """Return the metadata of a file with the present paths of target and adapter. A relative path in a file is relative
+    to the folder where the draft was made: probably the working directory, or a folder above the file. If several such
+    paths exist, the first one is used whose weights have the hash in the metadata; else the first one."""
     name, adapter = str(metadata.target["name"]), metadata.origin.get("adapter")
     if adapter:
         adapter = next(iter(_places(file, adapter, ADAPTER[0])), adapter)
@@ -409,8 +424,8 @@ def _located(file: Path, metadata: Metadata) -> Metadata:
 
 
 def _places(file: Path, name: str, inside: str) -> list[str]:
-    """Return the existing paths that a relative path `name` may mean, see `_located`: files, or folders that contain a
-    file `inside`. Of several paths to one place, return the first."""
+    """Return the existing paths that a relative path `name` may mean (see `_located`): files, or folders that contain a
+    file `inside`. If several paths lead to one place, only the first is returned."""
     places: dict[Path, str] = {}
     for place in (name, *(str(parent / name) for parent in file.absolute().parents)):
         if Path(place).is_file() or (Path(place) / inside).is_file():
@@ -419,8 +434,8 @@ def _places(file: Path, name: str, inside: str) -> list[str]:
 
 
 def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]:
-    """Return the value of the key `served` for an older folder, which has it in `made`, and may have the rule in the
-    report alone."""
+    """Return the value of the key `served` for an older folder. Such a folder has this value in the key `made`, and may
+    have the verification rule only in its report."""
     served: Mapping[str, Any] = values["origin"].get("served") or {} if isinstance(values["origin"], Mapping) else {}
     if served.get("messages") and served.get("chat") is False:  # its default then
         served = {**served, "chat": None}
@@ -430,8 +445,8 @@ def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]
 
 
 def folder_identity(folder: Path) -> str:
-    """Return a hash, in hexadecimal, that differs between drafts and is the same for all exports of one draft. It
-    covers how the draft was trained, or its files if there are no metadata to say that."""
+    """Return a hash, in hexadecimal, that differs between drafts and is equal for all exports of one draft. It covers
+    the metadata on training, or the weights' files if there are no metadata."""
     metadata = read(folder).metadata
     if metadata is None:
         return hashlib.sha256("".join(map(digest, weight_files(folder))).encode()).hexdigest()
@@ -447,22 +462,22 @@ def load_draft(
     target: Mapping[str, str | None] | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
-    """Return the network of a draft in eval mode on the CPU, with its tokenizer and its metadata (None for each that
-    the folder lacks).
+    """Return a draft's network in eval mode on the CPU, its tokenizer and its metadata. The last two are None if the
+    folder lacks them.
 
-    dtype: that of the network; None for the folder's. network: the network class, which is `Proposer.network_class` of
-    the folder's kind. target: `hash_target` of the target to serve. A different tokenizer is an error; a different
-    shape is a warning. Code in the folder runs only with `trust_remote_code`.
+    dtype: of the network; None for the folder's. network: the network class, `Proposer.network_class` of the folder's
+    kind. target: the result of `hash_target` for the target to serve, None to skip its checks. A different tokenizer is
+    an error; a different shape is a warning. Code in the folder runs only with `trust_remote_code`.
 
-    Raises the errors of `read`. Raises ValueError naming the file if the kind has another network class, or if the
-    tokenizer is broken or not the target's. Raises it too for weights that are pickled, truncated, missing or not
-    finite, or whose shapes differ from config.json.
+    Raises what `read` raises. Raises ValueError naming the file if the kind has another network class, and if the
+    tokenizer is broken or not the target's. Raises it also if weights are pickled, truncated, missing or not finite, or
+    have other shapes than config.json says.
     """
     draft = read(folder)
     require_class(draft, network)
     model, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
     if problems:
-        raise ValueError("; ".join(problems))
+        raise ValueError(f"{'; '.join(problems)}: copy or export the draft again")
     tokenizer = load_tokenizer(draft.path, trust_remote_code)
     trained_for = draft.metadata.target if draft.metadata else None
     _same_tokenizer(str(draft.path), tokenizer, trained_for)
@@ -473,16 +488,15 @@ def load_draft(
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata is
-    accepted."""
+    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     if draft.metadata is None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
         raise ValueError(
-            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} holds {class_named(own)}, not "
-            f"{class_named(network)}"
+            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} has {class_named(own)}, not "
+            f"{class_named(network)}: give kind= its own kind, or another folder"
         )
 
 
@@ -525,6 +539,6 @@ def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mappi
     if trained_for["config"] not in (None, target["config"]):
         warnings.warn(
             f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
-            "exact, but acceptance may be low",
+            "exact, but acceptance may be low; train a draft for this target to raise it",
             stacklevel=3,
         )

@@ -1,9 +1,9 @@
 """Targets in GGUF files. They are dequantised once to a folder in the user's cache.
 
-transformers reads the file, with the library `gguf`. The folder holds the weights in bfloat16 and the tokenizer, so
-that every other part of both packages reads a GGUF target like any folder. The folder's name contains the hash of the
-GGUF file. Hashes of the folder's own files are checked, and a damaged folder is written again. Some named targets are
-files of packages of the Python index.
+transformers reads the file, with the library `gguf`. The folder has the weights in bfloat16 and the tokenizer, so that
+all other code reads a GGUF target like any folder. The folder's name contains the GGUF file's hash. The folder's own
+files are checked by their hashes, and a damaged folder is written again. Some targets have names (`PACKAGED`): their
+files come with packages of the Python index.
 """
 
 import fcntl
@@ -27,8 +27,8 @@ FORMAT = 3  # of a dequantised folder; another one is written again
 
 
 class Packaged(NamedTuple):
-    """A GGUF file in a package of the Python index. requirement: what pip installs. module: the package's module, whose
-    folder has the file. file: its name. sha256: its hash, in hexadecimal."""
+    """A GGUF file in a package of the Python index. requirement: what pip installs. module: the package's module; its
+    folder has the file. file: the file's name. sha256: the file's hash, in hexadecimal."""
 
     requirement: str
     module: str
@@ -47,18 +47,17 @@ PACKAGED = {
 
 
 def gguf_file(path: str, key: str = "target.path") -> Path | None:
-    """Return the GGUF file that a path or a name of `PACKAGED` means, or None for any other path. key: the setting that
-    has the path, for errors.
+    """Return the GGUF file at a path, or the file of a name in `PACKAGED`. Return None for any other path. key: the
+    setting that has the path, for messages.
 
-    Raises ValueError, naming the key, if the file does not exist, if the package is not installed, or if its file has
-    another hash.
+    Raises ValueError if the file does not exist, if the package is not installed, or if its file has another hash.
     """
     if path in PACKAGED:
         return _of_package(path, key)
     if not path.endswith(ENDING) or Path(path).is_dir():
         return None
     if not Path(path).is_file():
-        raise ValueError(f"{key}: there is no file {path}")
+        raise ValueError(f"{key}: there is no file {path}; give an existing GGUF file")
     return Path(path)
 
 
@@ -83,10 +82,10 @@ def _of_package(name: str, key: str) -> Path:
 
 def dequantised(file: Path, key: str = "target.path") -> Path:
     """Return the folder in the user's cache with the dequantised model of a GGUF file. The folder is written if it is
-    missing or damaged. key: the setting that has the file, for errors.
+    missing or damaged. key: the setting that has the file, for messages.
 
-    One process writes the folder while others wait. Raises ValueError, naming the key, if `gguf` is not installed, or
-    if transformers cannot read the file.
+    One process writes the folder while others wait. Raises ValueError if `gguf` is not installed, or if transformers
+    cannot read the file.
     """
     stat = file.stat()
     return _dequantised(file.absolute(), stat.st_size, stat.st_mtime_ns, str(_cache()), key)
@@ -105,8 +104,8 @@ def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Pa
 
 
 def about(path: str) -> dict[str, Any] | None:
-    """Return what the card of a draft says about a target in a GGUF file: its file, name, quantisation and sha256.
-    Return None for a target that is not in such a file. Raises the errors of `gguf_file` and `dequantised`."""
+    """Return facts about a target in a GGUF file, for a draft's card: the keys file, name, quantisation and sha256.
+    Return None for a target that is not in a GGUF file. Raises what `gguf_file` and `dequantised` raise."""
     file = gguf_file(path)
     if file is None:
         return None
@@ -115,7 +114,7 @@ def about(path: str) -> dict[str, Any] | None:
 
 
 def sha256(file: Path) -> str:
-    """Return the SHA-256 hash of a file, in hexadecimal. It is cached until the file's size or modification time
+    """Return the SHA-256 hash of a file, in hexadecimal. The hash is cached until the file's size or modification time
     changes."""
     stat = file.stat()
     return _sha256(file, stat.st_size, stat.st_mtime_ns)
@@ -149,8 +148,8 @@ WHOLE_WORDS = "llama-bpe"  # after these cuts a word that is a token is not merg
 
 
 def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
-    """Set, in place, how a tokenizer cuts texts before BPE. name: that of the cuts in the file, which transformers does
-    not read: it cuts as GPT-2 does."""
+    """Set how a tokenizer cuts texts into words before BPE, in place. name: the pre-tokenizer that the file names;
+    transformers ignores it and cuts as GPT-2 does. An unknown name prints a warning and changes nothing."""
     from tokenizers import Regex, pre_tokenizers
 
     steps = next((steps for steps, known in SPLITS.items() if known == name), None)
@@ -173,7 +172,7 @@ def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Prevent other processes from checking or writing the folder inside the block."""
+    """Within the `with` block, prevent other processes from checking or writing the folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -181,7 +180,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _intact(folder: Path, digest: str) -> bool:
-    """Return whether a folder was made from the file with hash `digest`, has this format, and has unchanged files."""
+    """Return whether a folder was made from the GGUF file with the hash `digest`, has the present format, and has
+    unchanged files."""
     try:
         said = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
         files: dict[str, str] = said["files"]
@@ -209,7 +209,9 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
     except Exception as error:  # of many types, by architecture
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{key}: transformers cannot read {file}: {reason}") from error
+        raise ValueError(
+            f"{key}: transformers cannot read {file} ({reason}): name the model's folder or hub id instead"
+        ) from error
     if words == "gpt2":  # a byte-level BPE
         _cut(tokenizer, cuts, file)
     for name, token in special.items():  # transformers before 5.23 ends texts with the first token
@@ -222,8 +224,9 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
 
 
 def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None, dict[str, int]]:
-    """Return the name and the quantisation that a file gives itself, the type of its tokenizer, the name of its cuts,
-    and the ids of its special tokens, by their names in transformers. Raises ValueError if it is no GGUF file."""
+    """Return a dictionary with the name and the quantisation in a GGUF file's header; the type of its tokenizer; the
+    name of its pre-tokenizer; and the ids of its special tokens, by their names in transformers. The type and the name
+    may be None. key: the setting that has the file. Raises ValueError if it is no GGUF file."""
     from gguf import GGUFReader, LlamaFileType
 
     try:
@@ -236,7 +239,7 @@ def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | Non
         for tensor in reader.tensors:
             count[tensor.tensor_type.name] += int(tensor.n_elements)
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise ValueError(f"{key}: {file} is no GGUF file, or is cut short: {error}") from error
+        raise ValueError(f"{key}: {file} is no GGUF file, or is cut short ({error}): copy it again") from error
     known: dict[Any, str] = {one.value: one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}
     about = {"name": str(name or file.stem), "quantisation": known.get(kind) or count.most_common(1)[0][0]}
     special = {f"{short}_token": int(one) for short, one in zip(SPECIAL.values(), ids, strict=True) if one is not None}

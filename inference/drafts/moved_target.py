@@ -9,9 +9,9 @@ IDENTITY = "identity"  # in that file: the fingerprint of the original target
 
 
 def movement_of(path: str, adapter: str | None = None) -> dict[str, Any] | None:
-    """Return the figures in the folder of a moved target, or in that of its adapter if the adapter is not merged: the
-    original's path, the bound epsilon, and the measured KL in nats per token. Return None for a target that was not
-    moved."""
+    """Return the figures of a moved target: the path of the original, the bound epsilon, the measured KL in nats per
+    token, and others. They are in the target's folder, or in its adapter's if the adapter is not merged. Return None
+    for a target that was not moved."""
     file = Path(adapter or path) / MOVED
     if not file.is_file():
         return None

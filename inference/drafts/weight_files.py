@@ -1,6 +1,5 @@
-"""Weights of a folder. They are read from safetensors only, and must be undamaged, complete, finite, and of the shapes
-that config.json states. The ids of a pruned head must be ids of the target.
-"""
+"""Weights of a folder. They are read only from safetensors. They must be undamaged, complete, finite, and of the shapes
+that config.json states. The ids of a pruned head must be ids of the target."""
 
 import json
 from collections.abc import Iterator
@@ -31,8 +30,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def building(path: Path, network: Any = AutoModelForCausalLM) -> Iterator[None]:
-    """Raise ValueError, naming the config.json of the folder `path`, if the block fails to make its model. Errors of
-    files and of memory are raised as they are. network: the class of the model, which the message names."""
+    """If the `with` block fails to make a model, raise ValueError naming the config.json of the folder `path`. Errors
+    of files and of memory are raised unchanged. network: the class of the model, for the message."""
     try:
         yield
     except (OSError, MemoryError, torch.OutOfMemoryError):
@@ -46,11 +45,11 @@ def load_weights(
     path: Path, dtype: torch.dtype | None = None, trust_remote_code: bool = False, network: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, list[str], list[str]]:
     """Return the model in a folder, in eval mode; the problems of its weights, one sentence each; and the names of
-    surplus tensors, which its config has no place for.
+    surplus tensors, which the config does not use.
 
-    dtype: that of the model; None for the folder's. network: the class of the model. Problems are tensors that are
-    missing or not finite, wrong shapes, and wrong ids of a pruned head. Raises FileNotFoundError or ValueError, naming
-    the file, if the weights cannot be read.
+    dtype: of the model; None for the folder's. network: the class of the model. Problems are tensors that are missing
+    or not finite, wrong shapes, and wrong ids of a pruned head. Raises FileNotFoundError or ValueError, naming the
+    file, if the weights cannot be read.
     """
     files = weight_files(path)
     with building(path, network):
@@ -77,7 +76,7 @@ def load_weights(
 
 
 def class_named(network: Any) -> str:
-    """Return the name that messages give to a network class; None is the class of a folder without weights."""
+    """Return the name of a network class for messages. None means a folder without weights."""
     if network is None:
         return "no weights"
     plain = network.__name__ in (AutoModelForCausalLM.__name__, "CausalLM")  # of `causal_lm`, which imports this module
@@ -87,8 +86,8 @@ def class_named(network: Any) -> str:
 def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
-    name: name of the file; weights in several files have an index with this name. Raises FileNotFoundError if a file is
-    absent, and ValueError if weights are pickled or a file is damaged.
+    name: name of the file. If the weights are in several files, an index named `<name>.index.json` lists them. Raises
+    FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged.
     """
     index = path / f"{name}.index.json"
     if not (path / name).is_file() and index.is_file():
@@ -104,8 +103,8 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
 
 
 def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
-    """Raise ValueError if a tensor in the folder has another size than the model's tensor of that name. Only the
-    headers of the files are read."""
+    """Raise ValueError if a tensor in the folder has another size than the model's tensor of that name. This reads only
+    the headers of the files."""
     wanted = model.state_dict()
     for file in weight_files(folder):
         with safe_open(file, "pt") as tensors:
@@ -113,7 +112,8 @@ def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
                 size, own = tensors.get_slice(name).get_shape(), list(wanted[name].shape)
                 if size != own:
                     raise ValueError(
-                        f"{folder}: by {CONFIG} the tensor {name} has size {own}, but in {file.name} it has size {size}"
+                        f"{folder}: by {CONFIG} the tensor {name} has size {own}, but in {file.name} it has size "
+                        f"{size}: use the {CONFIG} that belongs to these weights"
                     )
 
 
@@ -133,14 +133,14 @@ def _whole(file: Path) -> None:
 
 
 def require_sound(model: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if a tensor of the model contains NaN or infinity, or if a pruned head
-    has ids that the target lacks."""
+    """Raise ValueError if a tensor of the model contains NaN or infinity, or if a pruned head has ids that the target
+    lacks. where: the start of the message."""
     require_finite(model, where)
     require_known(model, where)
 
 
 def require_finite(model: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if a tensor of the model contains NaN or infinity."""
+    """Raise ValueError if a tensor of the model contains NaN or infinity. where: the start of the message."""
     for name, tensor in model.state_dict().items():
         if not tensor.is_floating_point():
             continue

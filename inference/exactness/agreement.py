@@ -1,8 +1,8 @@
 """Check (d) of the verdict: the logits of an engine's own passes must agree with transformers' forward of whole texts.
 
-The tolerance for rounding is measured with transformers' forward alone, never with the passes under test. It is the
-change of logits when every embedding moves by one unit in the last place. A model whose routing or deep layers amplify
-rounding therefore has a larger tolerance. The dtype sets an upper bound.
+The tolerance for rounding is measured only with transformers' forward, never with the passes under test. It follows
+from the change of logits when every embedding changes by one unit in the last place. A model whose routing or deep
+layers amplify rounding therefore has a larger tolerance. The dtype sets an upper bound.
 """
 
 from collections.abc import Sequence
@@ -35,11 +35,11 @@ class LogitsCheck:
     """The result of check (d), that the engine's logits agree with transformers' own forward (see `verdict`).
 
     tokens: number of tokens compared. first, last: the range of their positions, counting the prompt. All other numbers
-    are distances, in units of the logits' root mean square. one: distance between the engine's passes of one id and
-    transformers' own forward, as a root mean square over the compared tokens. many: the same for passes of several ids
-    or over a tree. worst: largest distance at a single token. own: change of transformers' logits when embeddings move
-    by one unit in the last place. limit: tolerance for `one` and `many`. worst_limit: tolerance for `worst`. Both
-    tolerances follow from `own` and the dtype.
+    are distances, in units of the logits' root mean square. one: root mean square, over the compared tokens, of the
+    distance between the engine's passes of one id and transformers' own forward. many: the same root mean square for
+    the engine's passes of several ids or over a tree. worst: largest distance at a single token. own: change of
+    transformers' logits when embeddings change by one unit in the last place. limit: tolerance for `one` and `many`.
+    worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype.
     """
 
     tokens: int
@@ -57,7 +57,7 @@ class LogitsCheck:
         return self.one <= self.limit and self.many <= self.limit and self.worst <= self.worst_limit
 
     def line(self) -> str:
-        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
+        """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         return (
             f"logits are those of transformers' forward on {self.tokens} tokens at positions {self.first} to "
             f"{self.last}: they differ by {self.one:.2g} in passes of one id and {self.many:.2g} in passes of several, "
@@ -70,13 +70,13 @@ class LogitsCheck:
 def check_logits(
     lm: LM, prompts: Sequence[list[int]], texts: Sequence[list[int]], width: int, tree: Parents | None = None
 ) -> LogitsCheck:
-    """Return the result of check (d): the logits of the engine's passes beside those of transformers' forward of whole
-    texts. The passes read one id, then `width` ids or a tree.
+    """Return the result of check (d), which compares the logits of the engine's passes with transformers' forward of
+    whole texts. The engine's passes read one id each; then, in a second run, `width` ids or a tree each.
 
-    lm: the LM of the engine under test; its slots are overwritten. prompts, texts: ids, and the new ids after them.
-    width: ids per row of a verifying pass. tree: the shape that the engine drafts, None for chains. The passes run over
-    as many texts as `lm` has rows, but at least three. Up to four of these texts are compared, at the tokens that
-    `spread` selects.
+    lm: the LM of the engine under test; its slots are overwritten. prompts, texts: the ids of each prompt, and the new
+    ids after it. width: ids per row of a verifying pass. tree: the parents of the tree that the engine drafts, None for
+    chains. The passes run over as many texts as `lm` has rows, but at least three if there are so many. Up to four of
+    these texts are compared, at the tokens that `spread` selects.
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
@@ -103,9 +103,8 @@ def check_logits(
 
 
 def spread(length: int) -> list[int]:
-    """Return the indices of the tokens to compare in a text of this length: all of a short text, and POSITIONS of a
-    long one, namely the last LAST tokens and others evenly spaced before these. The passes always run over all tokens.
-    """
+    """Return the indices (0-based) of the tokens to compare in a text of this length: all of a short text; in a long
+    text POSITIONS tokens, the last LAST and others evenly spaced before them. The passes always run over all tokens."""
     if length <= POSITIONS:
         return list(range(length))
     before, many = length - LAST, POSITIONS - LAST
@@ -113,8 +112,9 @@ def spread(length: int) -> list[int]:
 
 
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
-    """Return the logits (n, V) of the text's tokens `at`, from transformers' own forward of the whole text without a
-    cache. moved: whether to change each number of the embeddings by one unit in its last place, up or down."""
+    """Return the logits (n, V) that predict n tokens of a text, from transformers' own forward of the whole text
+    without a cache. at: the indices of these tokens in `text`. moved: whether to change each number of the embeddings
+    by one unit in its last place, up or down."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_in_text(prompt))
     if not moved:
@@ -142,8 +142,9 @@ def _passes(
     width: int,
     tree: Parents | None = None,
 ) -> Tensor:
-    """Return how far the logits of passes of `width` ids, or over trees, differ from the logits `right` at the tokens
-    `at` (both by text): one distance per token."""
+    """Return the distances (n,) between the logits of the engine's passes and the logits `right`, one per compared
+    token. The passes read `width` ids, or trees. at, right: by text number, the compared tokens and their logits (n,
+    V). block: the largest number of tokens in memory at once."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):
@@ -156,26 +157,27 @@ def _passes(
 
 
 def difference(a: Tensor, b: Tensor) -> Tensor:
-    """Return rms(d - mean(d)) / rms(b) with d = a - b, each over the vocabulary. a, b: logits (..., V). Returns (...)
-    float64."""
+    """Return rms(d - mean(d)) / rms(b) with d = a - b, each over the vocabulary, as float64 (...). a and b (..., V):
+    logits."""
     apart = a.double() - b.double()
     return rms(apart - apart.mean(-1, keepdim=True)) / rms(b.double())
 
 
 def most(model: PreTrainedModel) -> float:
-    """Return the largest change of logits that the model's dtype can explain, in units of their root mean square."""
+    """Return the largest change of logits that the model's dtype can explain, in units of the logits' root mean
+    square."""
     return MOST[_unit(model)]
 
 
 def step(model: PreTrainedModel) -> float:
-    """Return one unit in the last place of the number 1 in the dtype of the model's products. For float64 it is a tenth
-    of float32's unit, since transformers computes norms in float32."""
+    """Return one unit in the last place of the number 1, in the dtype of the model's products. For float64 return a
+    tenth of float32's unit, since transformers computes norms in float32."""
     dtype = _unit(model)
     return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:
-    """Return the dtype to which a model's products are rounded.
+    """Return the dtype that a model's products are rounded to.
 
     It differs from the weights' dtype in three cases. Products of float32 may use fewer bits (TF32). 8-bit weights
     (bitsandbytes) are multiplied by 8-bit inputs, in steps of 1 / 127. With 4-bit weights, a CPU with bfloat16

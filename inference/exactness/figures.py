@@ -1,4 +1,5 @@
-"""Checks (b) and (c) of the verdict: target calls, and acceptance at depth 1, must be those that p and q predict.
+"""Checks (b) and (c) of the verdict: the number of target calls, and the acceptance of first drafts, must be as p and q
+predict.
 
 `Figures` holds log p, log q and sum_v min(p, q) at every token of given texts; `side_by_side.pair_figures` computes
 them. B texts, T tokens of the longest, K drafts per round.
@@ -25,21 +26,21 @@ DRAWS = 16  # samples of the rounding that the distributions of a run may have h
 
 @dataclass(frozen=True)
 class Figures:
-    """The numbers at each token of given texts that determine how many target calls the texts need. They are float64 on
-    the CPU, and zero past a text's end.
+    """The numbers at each token of given texts that determine how many target calls the texts need. They are on the
+    CPU, zero past a text's end, and float64 unless said otherwise.
 
     logp (B, T): log p of each token. logq, alpha: log q of the token, and sum_v min(p, q). Both are (B, T), or (B, T,
-    K) if they depend on the depth: entry j is for the token as draft j (0-based) of the round that starts at t - j. If
-    a deterministic draft is not the text's token, log q is -inf there and at all later depths, because no round reaches
-    these.
+    K) if they depend on the depth: entry (t, j) is for token t as draft j (0-based) of the round that starts at t - j.
+    If a deterministic draft is not the text's token, log q is -inf there and at all later depths, because no round
+    reaches these.
 
-    near_p (B, T), near_q (shape of logq): whether the distribution is one-hot and rounding could change its token. k
-    (B, T): drafts of the round that starts at token t; for trees, its levels. lengths (B,): tokens of each text.
-    rounding: standard deviation, in nats, of the difference of log p - log q between the passes of the run and the
-    passes here.
+    near_p (B, T), near_q (shape of logq), bool: whether the distribution is one-hot and rounding could change its
+    token. k (B, T), int64: number of drafts, or of levels for trees, of the round that starts at token t. lengths (B,):
+    number of tokens of each text. rounding: standard deviation, in nats, of the change of log p - log q by rounding,
+    between the passes of the run and the passes here.
 
-    reach (B, T, D+1): for trees only, P(the round that starts at token t accepts at least n nodes | the text). Then
-    logq is empty, alpha is P(at least one), and near_q is for the first level.
+    reach (B, T, D+1): for trees only, P(the round that starts at token t accepts at least n nodes | the text); None for
+    chains. With trees, logq is zero, alpha is P(at least one node), and near_q is for any level.
     """
 
     logp: Tensor
@@ -53,13 +54,14 @@ class Figures:
     rounding: float = 0.0
 
     def of(self, texts: Sequence[int]) -> "Figures":
-        """Return the figures of these texts alone. texts: their indices."""
+        """Return the figures of some texts only. texts: their indices."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         chosen: dict[str, Any] = {name: some[texts] for name, some in values.items() if isinstance(some, Tensor)}
         return replace(self, **chosen)
 
     def first(self, values: Tensor) -> Tensor:
-        """Return the values (B, T) of each round's first draft. values: (B, T), or (B, T, K) by depth."""
+        """Return the values (B, T) for the first draft of the round that starts at each token. values: (B, T), or (B,
+        T, K) by depth."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
@@ -71,8 +73,8 @@ class Figures:
 
 
 class Expected(NamedTuple):
-    """The expected target calls, which follow from p and q on the texts. calls: number of calls of all texts together.
-    variance: that of `calls`. prefix, conditional: acceptance by depth, see `Counts`."""
+    """The expected number of target calls, which follows from p and q on the texts. calls: of all texts together.
+    variance: the variance of `calls`. prefix, conditional: acceptance by depth, see `Counts`."""
 
     calls: float
     variance: float
@@ -82,13 +84,13 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class CallsCheck:
-    """The result of check (b), the measured target calls of the texts beside the predicted ones.
+    """The result of check (b), which compares measured and predicted target calls.
 
-    tokens: number of tokens in the texts. measured, predicted: number of target calls. sigma: standard deviation of
-    `predicted`, from random acceptance, plus one call for each of the `near` deterministic drafts that rounding could
-    change. prefix, conditional: predicted acceptance by depth. rare: number of rounds that accepted a number of drafts
-    whose probability, given the text, is below 1 %. rare_expected: the expected number of such rounds. A wrong residual
-    or a wrong q changes `rare` first.
+    tokens: number of tokens in the texts. measured, predicted: number of target calls. near: number of deterministic
+    drafts that rounding could change. sigma: standard deviation of `predicted`; its variance comes from random
+    acceptance, plus 1 for each of the `near` drafts. prefix, conditional: predicted acceptance by depth. rare: number
+    of rare rounds, see `rare_rounds`. rare_expected: the expected number of rare rounds. A wrong residual or a wrong q
+    changes `rare` first.
     """
 
     tokens: int
@@ -113,7 +115,7 @@ class CallsCheck:
 
     @property
     def tau(self) -> float:
-        """Return tokens per target call, as predicted."""
+        """Return the predicted tokens per target call."""
         return self.tokens / self.predicted
 
     @property
@@ -122,12 +124,12 @@ class CallsCheck:
 
     @property
     def z_rare(self) -> float:
-        """Return how far `rare` exceeds `rare_expected`, in standard deviations. One round, and one more for each of
-        the `near` drafts, is added to the variance, because rounding may cause these."""
+        """Return rare - rare_expected, in standard deviations. The variance gets 1, and 1 more for each of the `near`
+        drafts, because rounding may cause such rounds."""
         return (self.rare - self.rare_expected) / math.sqrt(self.rare_expected + self.near + 1)
 
     def line(self) -> str:
-        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
+        """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         return (
             f"target calls on the emitted texts: {self.measured} measured, {self.predicted:.1f} +- "
             f"{self.sigma:.1f} predicted (z {self.z:+.2f}, {self.relative:+.2%}); rounds with an unlikely number of "
@@ -137,9 +139,9 @@ class CallsCheck:
 
 @dataclass(frozen=True)
 class DepthCheck:
-    """The result of check (c), the acceptance rate of first drafts beside alpha. rounds: number of rounds that drafted.
-    accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at the starts of
-    the rounds. chance: probability that an exact engine accepts at least as many."""
+    """The result of check (c), which compares the acceptance rate of first drafts with alpha. rounds: number of rounds
+    that drafted. accepted: number of these rounds that accepted their first draft. alpha: mean of sum_v min(p, q) at
+    the starts of the rounds. chance: probability that an exact engine accepts at least `accepted` first drafts."""
 
     rounds: int
     accepted: int
@@ -155,7 +157,7 @@ class DepthCheck:
         return self.chance >= FALSE_ALARM
 
     def line(self) -> str:
-        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
+        """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         return (
             f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}; an exact "
             f"engine accepts as many with probability {self.chance:.2g}, which must be at least {FALSE_ALARM:g}"
@@ -163,8 +165,8 @@ class DepthCheck:
 
 
 def _sigmas(difference: float, sigma: float, scale: float) -> float:
-    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions. scale: the
-    size of the number that the rounding is relative to."""
+    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions. The rounding
+    is relative to `scale`."""
     if abs(difference) <= 1e-5 * scale:
         return 0.0
     return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
@@ -172,7 +174,7 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
     """Return the result of check (b) for texts decoded under `rule`, or None if target calls depend on the noise that
-    generated the text. figures: those of the texts."""
+    generated the text. figures: of these texts."""
     forecast, reach = expected(figures, rule), rounded_reach(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -192,15 +194,17 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
-    """Return the result of check (c), from alpha = sum_v min(p, q) at the starts of rounds, or None if no round
-    drafted. At a start where rounding decides the draft, any alpha up to 1 is allowed for.
+    """Return the result of check (c), from alpha = sum_v min(p, q) at the starts of rounds. Return None if no round
+    drafted. If rounding decides the draft at a start, its alpha is counted as 1. figures: of these texts.
 
     Raises ValueError if the counts do not belong to the texts.
     """
     at = started(figures, texts)
     rounds = int(at.sum())
     if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
-        raise ValueError("exactness: the counts do not belong to these texts under this policy and limit")
+        raise ValueError(
+            "exactness: the counts do not belong to these texts under this policy and limit: give those of one timing"
+        )
     if rounds == 0:
         return None
     alpha, near = figures.first(figures.alpha)[at], (figures.near_p | (figures.first(figures.near_q) > 0))[at]
@@ -222,7 +226,7 @@ def prob_at_least(count: int, probs: Tensor) -> float:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Return whether a round of the run started at each token, and drafted: (B, T) bool."""
+    """Return a bool tensor (B, T): whether a round of the run started at each token and drafted."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -231,7 +235,8 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
     """Return the expected target calls of the texts under a rule, and acceptance by depth (see
-    `inference.verify.predict_chain`), or None if acceptance depends on the noise that generated the text."""
+    `inference.verify.predict_chain`), or None if acceptance under the rule depends on the noise that generated the
+    text."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -241,17 +246,17 @@ def expected(figures: Figures, rule: Rule | str) -> Expected | None:
 
 
 def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Tensor | None:
-    """Return P(a round that starts at token t accepts at least n drafts | the text), (B, T, K+1), or None if acceptance
-    under the rule depends on the noise that generated the text.
+    """Return the reach (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the text). Return None
+    if acceptance under the rule depends on the noise that generated the text.
 
-    most: the largest number of drafts per round, None for that of the figures. For trees, rule and shape are always
-    those of the run, and `most` raises ValueError.
+    most: the largest number of drafts per round, None for the number in the figures. For trees the figures fix rule and
+    tree, and `most` raises ValueError.
     """
     if figures.reach is not None:
         if most is not None:
             raise ValueError(
-                "most must be None for trees, whose figures are for the shape that ran; measure.tree_shapes has those "
-                "of other shapes"
+                "most must be None for trees, since their figures are for the tree that ran; measure.tree_shapes has "
+                "figures for other trees"
             )
         return figures.reach
     k = figures.k if most is None else figures.k.clamp(max=most)
@@ -259,8 +264,8 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
 
 
 def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
-    """Return `reach_of` for chains of at most `most` drafts. For a rule whose acceptance depends on the random numbers
-    that made the text, return that of the token rule."""
+    """Return the reach (B, T, K+1) of chains of at most `most` drafts, see `reach_of`. For a rule whose acceptance
+    depends on the random numbers that made the text, return the reach under the token rule."""
     reach = reach_of(figures, rule, most)
     if reach is None:
         reach = reach_of(figures, "token", most)
@@ -269,9 +274,9 @@ def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
 
 
 def rounded_reach(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """Return the mean of `reach_of` over random changes of log q - log p that are as large as the rounding of the run,
-    or None as `reach_of` does. If the draft is nearly the target, rounding alone decides whether drafts can be
-    rejected. For trees, return `reach_of` itself."""
+    """Return the reach (B, T, K+1): the mean of `reach_of` over random changes of log q that are as large as the run's
+    rounding. This matters if the draft is nearly the target: rounding alone then decides whether drafts can be
+    rejected. Return None if `reach_of` does; for trees, return `reach_of` itself."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
@@ -282,8 +287,8 @@ def rounded_reach(figures: Figures, rule: Rule | str) -> Tensor | None:
 
 
 def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, float]:
-    """Return the number of rare rounds, and its expectation. A round is rare if its number of accepted drafts has a
-    probability, given the text, below RARE. reach (B, T, K+1): `rounded_reach` under the run's rule.
+    """Return the number of rare rounds, and the expected number. A round is rare if its number of accepted drafts has a
+    probability below RARE, given the text. reach (B, T, K+1): `rounded_reach` under the run's rule.
 
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
     residual has no mass there.

@@ -1,9 +1,10 @@
-"""Forced rounds: they show which distributions a proposer of any kind drafts from, at every token of given texts.
+"""Forced rounds. They show the distributions that a proposer of any kind drafts from, at every token of given texts.
 
-A round starts at every token of a text. The proposer drafts as it does while serving, but each draw returns the text's
-next token. The distributions are then those of a round that accepts every draft, and acceptance depends on nothing
-else. In a tree, every child of every node is the text's next token, so all nodes at one depth follow the same text. The
-first node at a depth therefore has the distribution of a round that follows the text to this depth, whatever the shape.
+One forced round starts at every token of a text. The proposer drafts as it does while serving, but each draw returns
+the text's next token. So the distributions are those of a round that accepts every draft, and they determine
+acceptance. In a tree, every child of every node gets the text's next token, so all nodes at one depth follow the same
+text. The first node at a depth therefore has the distribution of a round that follows the text to this depth, for trees
+of any shape.
 
 B texts, T tokens of the longest, A rows per round, K drafts per round, D levels, C children, N nodes, V vocabulary.
 """
@@ -32,9 +33,9 @@ from inference.verify.tree import depths_of, ranks_of
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
 
-    Draft lengths follow from the engine's policy and the limit `max_new_tokens`. Each token costs a target pass over k
-    + 1 ids. The engine's slots are overwritten, so a stream of the engine cannot continue. noise: the largest change of
-    a score gap that rounding causes, see `ties.compare_passes`.
+    Draft lengths follow from the engine's policy and `max_new_tokens`. Each token costs a target pass over k + 1 ids,
+    or over a tree. The engine's slots are overwritten, so a stream of the engine cannot continue. max_new_tokens: limit
+    of the run. noise: the largest change of a gap between two scores that rounding causes, see `ties.compare_passes`.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -60,8 +61,9 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
 
 
 class Along(NamedTuple):
-    """A forced round of some texts, in which no draft is accepted. rows (A,): the texts' numbers. logits, p (A, N+1,
-    V): from the target's pass. left (A,): number of tokens that remain in each text."""
+    """One forced round of A texts. No draft is committed, so the next round starts one token later. rows (A,): the
+    numbers of the texts. round, proposal: the round and its drafts. logits, p (A, N+1, V): of the target pass. left
+    (A,): number of tokens that each text still has."""
 
     rows: Tensor
     round: "ForcedRound"
@@ -75,7 +77,7 @@ def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
     """Yield forced rounds of as many texts as the engine has rows, beginning with text number `low`. There is one round
-    for each token of the longest text. noise: the `gap` of `ForcedRound.force`."""
+    for each token of the longest text. noise: given to `ForcedRound.force` as `gap`."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -90,7 +92,8 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """Run one forced round of the active rows. tokens: the whole new text of each row."""
+    """Run one forced round of the active rows. tokens: all new tokens of each row's text. noise: given to
+    `ForcedRound.force` as `gap`. low: number of the first text."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -109,9 +112,10 @@ def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float,
 class ForcedRound(DecodingRound):
     """A round in which every draw returns the text's next ids, `follows` (A, K).
 
-    It records, by depth: drawn (A, V), the distribution of the draw. scored (A, V), the draft's scores after settings
-    that read the text. close (A,), whether the two best scores are less than `gap` apart. For trees it also records
-    `offered` (A, m), the children that would have been drawn, and `certain`, whether these are the likeliest tokens.
+    It records, by depth (0-based): `drawn` (A, V), the distribution of the draw; `scored` (A, V), the draft's scores
+    after the settings that read the text; and `close` (A,), whether the two best scores are at most `gap` apart. For
+    trees it also records `offered` (A, m), the children that would have been drawn, and `certain`, whether these are
+    the likeliest tokens.
     """
 
     follows: Tensor
@@ -123,15 +127,15 @@ class ForcedRound(DecodingRound):
     certain: bool
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
-        """Set the tokens to draw: the next tokens of each row's text, and 0 past its end. gap: two scores that are
-        closer than this are counted in `close`."""
+        """Set the tokens that draws return. nexts: the next tokens of each row's text; past its end, draws return 0.
+        gap: the largest gap between two scores that counts as `close`."""
         width = max(*self.k, 1)
         padded = [(text + [0] * width)[:width] for text in nexts]
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
         self.drawn, self.scored, self.close, self.offered = {}, {}, {}, {}
 
     def pure(self, *_: Any, **__: Any) -> None:
-        """Return None, so that every draw goes through `draw`: a recording would not note what is drawn."""
+        """Return None, so that every draw goes through `draw`: a recording would not record the distributions."""
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         scores = super().scores(logits, drafted)
@@ -156,8 +160,9 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """The figures of one forced round of the texts numbered `rows`. Those of the first token (logp, near_p, k) are
-    (A,); those of the drafts, by depth (logq, alpha, near_q), are (A, K)."""
+    """The figures (see `Figures`) of one forced round. rows (A,): the numbers of the texts. logp, near_p, k (A,): of
+    the round's first token. logq, alpha, near_q (A, K): of the drafts, by depth. reach (A, D+1): for trees, else None.
+    """
 
     rows: Tensor
     logp: Tensor
@@ -170,8 +175,8 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """Return the rounds' reach as one tensor (B, T, D+1), or None if no round has a reach. Entry n is the probability
-    that the round at position t accepts at least n drafts; entry 0 is 1."""
+    """Return the reach of all rounds as one tensor (B, T, D+1), see `Figures.reach`. Return None if no round has a
+    reach."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -193,8 +198,8 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
-    """Return the figures of a chain's tokens. Column j of the target's p (A, K+1, V) is used only if the drafts before
-    it were the text's tokens."""
+    """Return the figures of a chain's tokens. Column j of p (A, K+1, V) is used only if the drafts before it are the
+    text's tokens."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
@@ -221,8 +226,9 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
-    """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports wrong
-    ones fails the check. If nothing was drawn, return the proposal's."""
+    """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports other
+    distributions fails the check. If nothing was drawn, return the proposal's distributions. p (A, K+1, V): the
+    target's distributions, for the dtype and device."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -232,7 +238,7 @@ def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
-    """Return the figures of a round's tree, together with those of its first token."""
+    """Return the figures of a round that drafts a tree. first_token: the figures of the round's first token."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
@@ -274,13 +280,13 @@ def reach_along(
     certain: bool,
     seed: int,
 ) -> Tensor | None:
-    """Return P(the round accepts at least n nodes | the text) -> (A, D+1) float64, or None if acceptance depends on
-    noise.
+    """Return the reach (A, D+1) float64: P(the round accepts at least n nodes | the text). Return None if acceptance
+    under the rule depends on noise.
 
-    p (A, N+1, V): distributions of the target's pass. drawn: depth -> (A, V), the distribution of the draft. offered:
-    depth -> (A, m), the children that would have been drawn. certain: whether these are the likeliest tokens. x (A, D):
-    the text's next tokens. inside (A, D): whether the text has them. shape: parents of the tree's nodes. nodes (A,):
-    number of nodes in use. rule: the verification rule. seed: that of the rule's samples.
+    p (A, N+1, V): distributions of the target pass. drawn: by depth (0-based), the draft's distribution (A, V).
+    offered: by depth, the children (A, m) that would have been drawn. certain: whether these are the likeliest tokens.
+    x (A, D): the text's next tokens. inside (A, D): whether the text has such a token. shape: the parent of each node.
+    nodes (A,): number of nodes in use. rule: the verification rule. seed: of the rule's random samples.
     """
     if rule.branches is None:
         return None
@@ -299,8 +305,8 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Return whether rounding could change which m tokens are the likeliest, or their order: (A,) bool. scores (A, V).
-    gap: two scores that are closer than this may change their order."""
+    """Return (A,) bool: whether rounding could change which m tokens are the likeliest, or their order. scores (A, V).
+    gap: rounding may change the order of two scores that are closer than this."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values

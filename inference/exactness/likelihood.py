@@ -1,11 +1,11 @@
 """Check (e) of the verdict: the emitted tokens must be as likely under the target as tokens drawn from it.
 
-Checks (b) and (c) are conditional on the text, whatever distribution it was drawn from. They miss a wrong draw of the
-last token of each round, and acceptance tests that reuse the random numbers of the drafts. Two statistics of a token x
-detect these faults:
+Checks (b) and (c) are conditional on the text, whatever distribution it was drawn from. So they miss a wrong draw of
+each round's last token, and acceptance tests that reuse the drafts' random numbers. Two statistics of a token x detect
+these faults:
 
-    -log p(x) - H(p), of variance sum_v p log^2 p - H^2: is large if the distribution was sharper or flatter than p
-    sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12: is large if draws favour low or high ids
+-log p(x) - H(p), of variance sum_v p log^2 p - H^2: is large if the distribution was sharper or flatter than p
+sum_{v<x} p_v + p_x / 2 - 1/2, of variance (1 - sum_v p^3) / 12: is large if draws favour low or high ids
 
 If x was drawn from p, both have mean 0 given the text before it, and are uncorrelated between tokens. So each sum over
 a text, divided by its standard deviation, is about normal.
@@ -30,9 +30,9 @@ class LikelihoodCheck:
     """The result of check (e) over `tokens` emitted tokens.
 
     surprise, entropy: means of -log p(x) and of the entropy of p, in nats per token. They are equal in expectation if x
-    was drawn from p. z: their difference in standard deviations. place_z: the same for the second statistic, the
-    distribution function at the tokens. impossible: number of tokens whose probability under p is 0, which the means
-    omit. Rounding causes a few of them, at a tie or at the edge of top-k, top-p or min-p.
+    was drawn from p. z: surprise - entropy, in standard deviations of their sums. place_z: the sum of the second
+    statistic (see the module), in standard deviations. impossible: number of tokens whose probability under p is 0; the
+    means omit them. Rounding causes a few of them, at a tie or at the edge of top-k, top-p or min-p.
     """
 
     tokens: int
@@ -48,7 +48,7 @@ class LikelihoodCheck:
         return likely and self.impossible <= IMPOSSIBLE * self.tokens
 
     def line(self) -> str:
-        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
+        """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         return (
             f"likelihood of the emitted tokens under the target: {self.surprise:.3f} nats per token, "
             f"{self.entropy:.3f} expected (z {self.z:+.2f}; for the distribution function at the tokens "
@@ -77,9 +77,8 @@ def _sigmas(difference: float, variance: float) -> float:
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; the
-    distribution function at the middle of x, minus 1/2; and the variance of this fourth number. p: distributions (...,
-    V). x: tokens (...)."""
+    """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; the second
+    statistic (see the module); and the variance of this statistic. p: distributions (..., V). x: tokens (...)."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

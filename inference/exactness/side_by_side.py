@@ -1,4 +1,4 @@
-"""Figures of target and draft at every token of emitted texts. `pair_figures` computes them.
+"""Figures of target and draft at every token of emitted texts, computed by `pair_figures`.
 
 B texts, T tokens of the longest, A texts per batch, n tokens per block, V vocabulary.
 """
@@ -31,13 +31,14 @@ def pair_figures(
     noise: float,
     rows: int | None = None,
 ) -> Figures:
-    """Return the figures of target and draft at every token of the texts. The passes are as wide as those of decoding.
+    """Return the figures of target and draft at every token of the texts. The passes are as wide as in decoding.
 
-    engine: the engine that decoded the texts. proposer: its draft. If the proposer is a language model, both models run
-    teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights rounded as when
-    it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots. max_new_tokens:
-    that of the run. noise: the largest change of the target's score gaps by rounding, see `ties.compare_passes`. rows:
-    texts per pass; None for as many as the engine has rows, which forced rounds always use.
+    engine: the engine that decoded the texts. proposer: its proposer. If the proposer has a `language_model`, both
+    models run teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights
+    rounded as when it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots.
+    max_new_tokens: limit of the run. noise: the largest change, by rounding, of the gap between two scores of the
+    target, see `ties.compare_passes`. rows: number of texts per pass; None for the engine's number of rows. Forced
+    rounds always use the engine's number.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
@@ -69,13 +70,14 @@ def pair_figures(
 
 
 def _rounding(noise: float, sampling: Sampling) -> float:
-    """Return the standard deviation of log p - log q between passes, in nats. noise: largest change of a score gap."""
+    """Return the standard deviation, in nats, of the change of log p - log q by rounding between passes. noise: the
+    largest change of a gap between two scores."""
     return noise / (MARGIN * LARGEST * sampling.temperature) if sampling.temperature else 0.0
 
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
-    """Return the draft length of a round that starts at token t of a text, (B, T) int64: the policy's, limited by
-    max_new_tokens and by `context`, the draft's."""
+    """Return the draft length of the round that starts at each token, (B, T) int64: the policy's, limited by
+    max_new_tokens and by the draft's context. context: the draft's, in tokens."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -86,15 +88,16 @@ def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: 
 
 
 def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
-    """Return the noise of the draft's logit gaps between passes of one and of two ids, both of which occur while
-    drafting. It is measured on as many texts as the LM has rows."""
+    """Return the largest change, by rounding, of a gap between two of the draft's logits, from passes of one id to
+    passes of two ids; drafting uses both. It is measured on as many texts as the LM has rows, and multiplied by
+    `MARGIN`."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(x), log q(x) and alpha, each (A, n). If rounding at the edge of a cut gives p(x) = 0, the smallest
-    positive number replaces it."""
+    """Return log p(x), log q(x) and alpha, each (A, n). If p(x) = 0 because rounding moved x past the edge of top-k,
+    top-p or min-p, the smallest positive number replaces p(x)."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)

@@ -1,8 +1,9 @@
-"""Teacher-forced passes: they give the logits of known texts, in passes of any width or over trees of any shape.
+"""Teacher-forced passes. They give the logits of known texts, in passes of any width or over trees of any shape.
 
 The width of a pass decides its rounding. Decoding makes passes of one id; verification makes passes over k + 1 ids or
 over a tree. Models, especially quantised ones, give slightly different logits in each. A rows, n positions, N nodes, V
-vocabulary. A route is a path of nodes from a child of the anchor down to a leaf.
+vocabulary. A tree's anchor is the text's last token before it. A route is a path of nodes from a child of the anchor
+down to a leaf.
 """
 
 import copy
@@ -36,9 +37,10 @@ Routes = Iterator[Parents]
 
 
 class TextLogits(NamedTuple):
-    """The logits (A, n, V) of tokens start .. start + n - 1 of the texts numbered `rows`. x (A, n): the tokens. valid
-    (A, n): whether the text has the token; other entries have no meaning. scale (A, n): root mean square of the model's
-    own logits, before settings that read the text."""
+    """The logits of a block of tokens. rows: the numbers of the A texts. start: index of the first of the block's n
+    tokens in each text. logits (A, n, V): they predict the tokens x (A, n). valid (A, n): whether the text has this
+    token; other entries have no meaning. scale (A, n): root mean square of the model's own logits, before the settings
+    that read the text."""
 
     rows: list[int]
     start: int
@@ -60,14 +62,15 @@ def teacher_forced(
     rows: int = 8,
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
-    """Yield the logits of every token of `texts` (new ids), given the ids of its prompt (at least one) and the tokens
-    before it. Prompts of an encoder-decoder carry their sources, see `Engine.starts`.
+    """Yield the logits that predict every token of `texts`, in blocks. texts: the new ids after each prompt. prompts:
+    ids, at least one each; for an encoder-decoder, texts from `Engine.starts`.
 
-    A model runs in its own dtype on `rows` texts together. An `LM` runs on as many texts as it has rows, and its slots
-    are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for `block`), or
-    passes over trees of the shape `tree`, in which the text follows one route after another. Settings that read the
-    text are applied, so `probs(logits, sampling)` is the distribution. vocabulary: number of logits of a model, None
-    for all. Each block has at most `block` tokens of one batch of texts, so that (B, T, V) is never in memory at once.
+    A model runs in its own dtype, `rows` texts at a time. An `LM` runs as many texts at a time as it has rows, and its
+    slots are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for
+    `block`), or passes over trees of the shape `tree`, in which the text follows one route after another. Settings that
+    read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary: number of ids whose logits
+    are returned, None for all. Each block has at most `block` tokens of each text in a batch, so that the logits of all
+    texts are never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
@@ -103,15 +106,15 @@ def _batch(
 
 
 def _columns(rows: list[list[int]], start: int, n: int, device: torch.device) -> Tensor:
-    """Return the ids start .. start + n - 1 of each row -> (A, n), 0 past a row's end."""
+    """Return the ids start to start + n - 1 of each row, (A, n); 0 past a row's end."""
     return torch.tensor([(row[start : start + n] + [0] * n)[:n] for row in rows], device=device)
 
 
 def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
-    """Return logits (A, n, V), float32 at least, after the settings that read the text before each token, such as
-    penalties and bans. start: index of the first token in each text."""
+    """Return logits (A, n, V), in float32 or wider, after the settings that read the text (penalties, bans and others)
+    were applied. start: index of the first token in each text."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -122,13 +125,13 @@ def _processed(
 
 
 def rms(x: Tensor) -> Tensor:
-    """Return the root mean square of x (..., V) over its last dimension -> (...), float32 at least."""
+    """Return the root mean square (...) of x (..., V) over its last dimension, in float32 or wider."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=wide(x[..., :0]).dtype) / math.sqrt(x.shape[-1])
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes of `width` ids. first: position of the first id of each
-    row."""
+    """Return the logits (A, n, V) after ids (A, n), in passes of `width` ids. first: for each row, the position of its
+    first id."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits.clone()
         for at in range(0, ids.shape[1], width)
@@ -137,8 +140,9 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes over an anchor and a tree. first: position of the first
-    id of each row. The ids after the anchor follow the next route of `ways`, which is then accepted as in a round."""
+    """Return the logits (A, n, V) after ids (A, n), in passes over an anchor and a tree. first: for each row, the
+    position of its first id. In each pass, the ids after the anchor are put on the next route of `ways`; this route is
+    then accepted, as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -153,9 +157,9 @@ def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) 
 
 
 def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
-    """Return the ids (A, N) of a tree's nodes. Nodes of the route have the ids of the text, `here` (A, 1 + length of
-    the route), which starts with the anchor. All other nodes have wrong ids, all different, so that logits change if a
-    pass lets a node see them. size: number of ids."""
+    """Return the ids (A, N) of a tree's nodes. Nodes of the route have the text's ids. here (A, 1 + length of the
+    route): the ids of the anchor and of these nodes. All other nodes have wrong ids, each a different one, so that
+    logits change if a pass lets a node see a wrong node. size: number of ids in the vocabulary."""
     wrong = (here[:, :1] + 1 + torch.arange(tree.nodes, device=here.device)) % size
     wrong[:, list(route)] = here[:, 1:]
     return wrong
@@ -178,8 +182,8 @@ def depth_of(parents: Parents) -> int:
 
 
 def tree_of(engine: Engine, prompt: list[int]) -> Parents | None:
-    """Return the shape of the trees that an engine drafts, or None for chains. A short call of the engine after this
-    prompt shows the shape."""
+    """Return the parents of the tree that an engine drafts, or None for chains. A short call of the engine with this
+    prompt shows the tree."""
     coupled, levels = copy.copy(engine), max(engine.policy.lengths([prompt]))
     shapes: Any = _Shapes()
     coupled.rule, coupled.record = RULES["coupled"], shapes  # as in check (a)
@@ -217,8 +221,8 @@ def whole_texts(
     """Yield the same values as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
     code of the engine is used.
 
-    Each block has one row. A long text gives several blocks, each from its own forward, so that the logits stay within
-    CELLS numbers.
+    Each block has one text. A long text gives several blocks, each from its own forward, so that a block has at most
+    CELLS logits.
     """
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)

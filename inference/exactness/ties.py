@@ -1,10 +1,10 @@
 """Check (a) of the verdict: the coupled text must equal the plain text token for token, except at ties that rounding
 decides.
 
-Coupled decoding emits the argmax of logit + temperature * Gumbel noise. This score is in units of logits; at
-temperature 0 it is the logit itself. Passes of different widths round differently, so two scores that are nearly equal
-may change their order. The largest measured change of a gap between scores, bounded by the dtype, decides which
-differences are ties. A rows, n positions, V vocabulary.
+Coupled decoding emits the argmax of logit + temperature * Gumbel noise. This argument is called the score; at
+temperature 0 it is the logit itself. Passes of different widths round differently, so two nearly equal scores may
+change their order. The tolerance is the largest measured change of a gap between two scores, bounded by the dtype. It
+decides which differences are ties. A rows, n positions, V vocabulary.
 """
 
 import copy
@@ -32,12 +32,12 @@ MARGIN = 2  # rounding seldom changes a gap by more than the measured maximum, a
 class TextCheck:
     """The result of check (a): how many coupled texts equal the plain text.
 
-    prompts: number of prompts. equal: number of prompts whose text is the plain text. ties, unexplained: number of
-    tokens at which plain decoding, given the text before, chooses another token; rounding explains the ties, but not
-    the others. noise: largest change of the gap between a position's two best scores from passes of one id to passes of
-    k + 1 ids, but at least the general rounding of the logits. gap: largest gap at a difference, 0 without differences.
-    limit: the largest gap that the dtype can explain, whatever was measured. compared: number of tokens compared, of
-    the `tokens` in the measured texts.
+    prompts: number of prompts. equal: number of prompts whose coupled text equals the plain text. ties, unexplained:
+    numbers of tokens at which plain decoding, after the same text, chooses another token; rounding explains the ties,
+    not the others. noise: the largest change of the gap between a position's two best scores, from passes of one id to
+    passes of k + 1 ids; at least the general rounding of the logits. gap: the largest gap between the scores of the two
+    tokens at a difference, 0 without differences. limit: the largest gap that the dtype can explain. compared: number
+    of tokens compared. tokens: number of tokens in the measured texts.
     """
 
     prompts: int
@@ -60,7 +60,7 @@ class TextCheck:
         return min(MARGIN * self.noise, self.limit)
 
     def line(self) -> str:
-        """Return a sentence with the numbers of this check, to which `Verdict.lines` adds whether it passed."""
+        """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
         others, differences = self.prompts - self.equal, self.ties + self.unexplained
         words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
@@ -73,10 +73,9 @@ class TextCheck:
 
 
 class Difference(NamedTuple):
-    """A position at which a text differs from the plain text. gap: the gap between the scores of the two tokens in the
-    plain pass of one id. logits (V,), g (V,): logits and Gumbel noise of that pass. plain, other: the plain token and
-    the text's token. text: number of the text. limit: the largest gap that rounding in the model's dtype may explain.
-    """
+    """A position at which a text differs from the plain text. plain, other: the plain token and the text's token. gap:
+    the gap between their scores in the plain pass of one id. logits (V,), g (V,): logits and Gumbel noise of this pass.
+    text: number of the text. limit: the largest gap that rounding in the model's dtype may explain."""
 
     gap: float
     logits: Tensor
@@ -100,10 +99,10 @@ def check_coupled(
     """Return the result of check (a). The engine decodes the prompts with shared noise. Then its passes of one id show
     which token plain decoding chooses at every position (`compare_text`).
 
-    ids: keys of the prompts' random numbers. seed: that of the run. bound: the largest gap that rounding may explain,
-    in root mean squares of the logits; it is GAP times the general rounding of the logits, and the noise is at least
-    that rounding. tree: the shape that the engine drafts, None for chains. Raises RequestError if a prompt ends in an
-    error.
+    ids: keys of the prompts' random numbers. seed: of the coupled run. bound: the largest gap that rounding may
+    explain, in root mean squares of the logits. It is GAP times the general rounding of the logits; the noise is at
+    least this rounding. tree: the parents of the tree that the engine drafts, None for chains. Raises RequestError if a
+    prompt ends in an error.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -149,8 +148,9 @@ def check_text(
     """Return the result of check (a) for texts of another server, such as vLLM in tests/engines. Only the first
     difference of each text counts, since plain decoding is unknown after it.
 
-    plain, coupled: the new ids of both texts of each prompt. noise_keys: (ids, seed) of the noise that both share. k:
-    drafts per round. rows: the noise is measured on the texts that differ and on the first `rows` ones.
+    plain, coupled: for each prompt, the new ids of the plain and of the coupled text. noise_keys: (ids, seed) of the
+    noise that both share. k: drafts per round. rows: the noise is measured on the texts that differ, and on the first
+    `rows` texts.
     """
     differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
     chosen = sorted({*range(min(rows, len(prompts))), *differ})
@@ -177,15 +177,15 @@ def _ties_and_gap(differences: list[Difference], noise: float, sampling: Samplin
 
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Return whether the difference is a tie. The tolerance is MARGIN times `noise`, the measured one, or the
-    difference's limit if that is smaller."""
+    """Return whether a difference is a tie. The tolerance is MARGIN times the measured `noise`, but at most the
+    difference's limit."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
-    """Return whether rounding of size `noise` explains a difference: if the gap is at most `noise`, or if a change of
-    one of the two tokens' logits by `noise` gives the other choice, because the token is near an edge of top-k, top-p
-    or min-p."""
+    """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
+    does if plain decoding chooses the other token once one of the two tokens' logits is changed by `noise`: such a
+    token is near an edge of top-k, top-p or min-p."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -193,16 +193,16 @@ def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
 
 
 def _choice(difference: Difference, token: int, shift: float, sampling: Sampling) -> int:
-    """Return the token that is emitted if the logit of `token` moves by `shift`."""
+    """Return the token that plain decoding chooses if `shift` is added to the logit of `token`."""
     logits = difference.logits.double().clone()
     logits[token] += shift
     return int((probs(logits, sampling).log() + difference.g).argmax())
 
 
 class Compared(NamedTuple):
-    """The result of comparing texts with plain decoding. differences: positions at which they differ. tokens: number of
-    tokens compared. noise: the largest change, in passes of several ids, of the gap between a position's two best
-    scores. limit: the largest change that the dtype allows."""
+    """The result of comparing texts with plain decoding. differences: one for each position at which they differ.
+    tokens: number of tokens compared. noise: the largest change, in passes of several ids, of the gap between a
+    position's two best scores. limit: the largest change that the dtype allows."""
 
     differences: list[Difference]
     tokens: int
@@ -221,12 +221,12 @@ def compare_text(
     noise_keys: tuple[list[int], int] | None = None,
     tree: Parents | None = None,
 ) -> Compared:
-    """Return the positions at which `texts` differ from the choice of plain decoding after the same text, and the noise
-    of passes of `width` ids, or over trees, as `compare_passes` defines it.
+    """Compare each token of `texts` with the choice of plain decoding after the same text. The result's noise is for
+    passes of `width` ids, or over trees, as in `compare_passes`.
 
     lm: the LM of the engine under test. noise_keys: (ids, seed) of the Gumbel noise, None for none. bound: as in
-    `compare_passes`. A difference beyond it has no logits and no noise, because a wrong engine would fill the memory
-    with them.
+    `compare_passes`. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
+    engine would fill the memory with them. tree: the parents of the tree, None for chains.
     """
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
@@ -241,8 +241,8 @@ def compare_text(
 def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
-    """Return the positions of a block at which plain decoding, the argmax of log p + g, chooses another token than the
-    text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
+    """Return the differences of a block: positions at which plain decoding, the argmax of log p + g, chooses another
+    token than the text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -257,7 +257,7 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """Return the noise of passes of `width` ids of an `LM`, as `compare_passes` defines it, without Gumbel noise."""
+    """Return the noise of an `LM`'s passes of `width` ids, as in `compare_passes`, without Gumbel noise."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -272,7 +272,7 @@ def _scored(
     noise_keys: tuple[list[int], int] | None,
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
-    """Yield blocks of passes of `width` ids or over trees, each with its scores (A, n, V) and its Gumbel noise (A, n,
+    """Yield blocks of passes of `width` ids or over trees. Each comes with its scores and its Gumbel noise, both (A, n,
     V)."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
@@ -280,15 +280,15 @@ def _scored(
 
 
 def _noise(best: list[Any], again: Iterable[tuple[TextLogits, Tensor, Tensor]]) -> float:
-    """Return the largest change of the gap between each position's two best scores, from the passes with these `best`
-    scores to the passes `again`."""
+    """Return the largest change of the gap between each position's two best scores from one run of passes to another.
+    best: for each block of the first run, its two best scores. again: the blocks of the second run."""
     pairs = zip(best, again, strict=True)
     return max(_moved(two.values, scores.gather(-1, two.indices), block.valid) for two, (block, scores, _) in pairs)
 
 
 def _moved(pair: Tensor, again: Tensor, valid: Tensor) -> float:
     """Return the largest change of the gap between a position's two scores, from `pair` to `again`, both (A, n, 2).
-    Return 0 if no position has two possible tokens."""
+    valid (A, n): whether the position counts. Return 0 if no position has two possible tokens."""
     change = ((pair[..., 0] - pair[..., 1]) - (again[..., 0] - again[..., 1])).abs()
     change = change[valid & change.isfinite()]
     return float(change.max()) if change.numel() else 0.0
@@ -307,13 +307,12 @@ def compare_passes(
     others: list[list[int]] | None = None,
     bound: float = math.inf,
 ) -> tuple[float, list[Difference]]:
-    """Return the noise and the differences. The noise is the largest change of a score gap between passes of one id and
-    of `width` ids over all tokens of `texts`. The differences are the first in which each text of `others`, if given,
-    differs from that of `texts`.
+    """Return the noise and the differences. The noise is the largest change of the gap between a position's two best
+    scores, from passes of one id to passes of `width` ids, over all tokens of `texts`. If `others` are given, the
+    differences are the first difference between each text and the same text of `others`.
 
-    The gap is between a position's two best scores, which decide the emitted token. noise_keys: (ids, seed) of the
-    Gumbel noise, None for no noise. bound: gives `Difference.limit`, in root mean squares of the logits. A text that is
-    a prefix of the other gives no difference.
+    noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: `Difference.limit` in root mean squares of
+    the logits. If one text is a prefix of the other, there is no difference.
     """
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
@@ -330,7 +329,7 @@ def compare_passes(
 
 
 def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
-    """Return the Gumbel noise (A, n, V) of the tokens of a block, or zeros without keys."""
+    """Return the Gumbel noise (A, n, V) for a block's tokens, or zeros if noise_keys is None."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
     ids, seed = noise_keys
@@ -343,7 +342,8 @@ def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tens
 def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
-    """Return, for each text whose first difference from that of `others` lies in this block, this difference."""
+    """Compare each text with the same text of `others`. Return the first differences that lie in this block. scores, g
+    (A, n, V): the block's scores and Gumbel noise. bound: as in `compare_passes`."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
@@ -357,8 +357,8 @@ def _differences(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the first index at which the lists differ, or None if they are equal. A missing token counts as a
-    difference."""
+    """Return the first index at which the lists differ, or None if they are equal. A token that one list lacks counts
+    as a difference."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return index
@@ -366,7 +366,7 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:
-    """Return whether the two best logits (..., V) of each position are at most `noise` apart, so that rounding may
-    decide the argmax: (...) bool."""
+    """Return (...) bool: whether the two best of logits (..., V) are at most `noise` apart, so that rounding may decide
+    the argmax."""
     best = logits.topk(2, -1).values
     return best[..., 0] - best[..., 1] <= noise

@@ -1,20 +1,20 @@
 """The verdict: whether a run was exact. Five checks decide it, on the same prompts and texts that were measured.
 
-(a) Plain and speculative decoding that share their noise must give the same text token for token, except at ties, which
-are differences that rounding can cause. The choice of plain decoding is computed at every token of the coupled text, so
-the comparison continues after a tie (`ties`).
+(a) Plain and speculative decoding that share their noise must give the same text token for token, except at ties:
+differences that rounding can cause. The choice of plain decoding is computed at every token of the coupled text, so the
+comparison continues after a tie (`ties`).
 
 (b) The number of target calls must be the number expected for the texts (`inference.verify.predict_chain`), within 4
-sigma. (c) So many drafts at depth 1 must not be too unlikely where each is accepted with sum_v min(p, q) (`figures`).
-Both need q at every token of a text. If the proposer is a language model, q comes from one teacher-forced pass
-(`side_by_side`), else from forced rounds (`forced`).
+sigma. (c) First drafts are accepted with probability sum_v min(p, q); the number that were accepted must not be too
+high (`figures`). Checks (b) and (c) need q at every token of a text. If the proposer has a `language_model`, q comes
+from one teacher-forced pass (`side_by_side`), else from forced rounds (`forced`).
 
 (d) The logits of the engine's passes must agree with transformers' own forward (`agreement`). (e) The emitted tokens
-must be as likely under transformers' own forward as tokens drawn from it (`likelihood`). Both read whole texts, so they
-detect faults late in a text.
+must be as likely under transformers' own forward as tokens drawn from it (`likelihood`). Checks (d) and (e) read whole
+texts, so they detect faults late in a text.
 
-(a), (d) and forced rounds run the passes that were timed. Teacher-forced passes run in a separate `LM` with the same
-weights, dtypes and rounding.
+Checks (a) and (d) and forced rounds run the passes that were timed. Teacher-forced passes run in a separate `LM` with
+the same weights, dtypes and rounding.
 """
 
 from dataclasses import asdict, dataclass, field, replace
@@ -35,9 +35,9 @@ COMPARED = 1024  # tokens of (a): plain decoding of all timed texts would take a
 
 @dataclass(frozen=True)
 class Verdict:
-    """The results of the five checks, (a) text, (b) calls, (c) depth, (d) logits and (e) surprise. missing: the reason
-    for each check that is None, by its name. lossy: the name of the verification rule, if it changes the text's
-    distribution."""
+    """The results of the five checks, (a) text, (b) calls, (c) depth, (d) logits and (e) surprise. missing: by the
+    check's name, the reason why a check is None. lossy: the name of the verification rule if it changes the text's
+    distribution, else None."""
 
     text: TextCheck
     calls: CallsCheck | None = None
@@ -89,15 +89,17 @@ def _word(passed: bool) -> str:
 def check(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, seed: int = 0, rows: int | None = None
 ) -> Verdict:
-    """Return the verdict on a speculative engine, from the texts that it emitted (`Timing.texts`).
+    """Return the verdict on a speculative engine. texts: those that it emitted while it was timed (`Timing.texts`).
 
-    engine: the very object that was timed; its run ignored end tokens and had the limit `max_new_tokens`. A stream of
-    the engine cannot continue. sampling: the settings of the run. seed: seed of the coupled run of (a). rows: texts per
-    pass in (b) and (c), None for as many as the engine has rows. Raises ValueError if the counts do not belong to the
-    texts, or if the engine has no proposer.
+    engine: the same object that was timed; its run ignored end tokens and had the limit `max_new_tokens`. A stream of
+    this engine cannot continue afterwards. sampling: the settings of the run. seed: of the coupled run of (a). rows:
+    number of texts per pass in (b) and (c), None for the engine's number of rows. Raises ValueError if the counts do
+    not belong to the texts, or if the engine has no proposer.
     """
     if engine.proposer is None:
-        raise ValueError("exactness: an engine without a proposer decodes plainly, so there is nothing to check")
+        raise ValueError(
+            "exactness: an engine without a proposer decodes plainly, so there is nothing to check; give it a proposer"
+        )
     if [row.tokens for row in texts.counts] != [len(text) for text in texts.tokens]:
         raise ValueError("exactness: the counts and the texts are of different runs; give those of one timing")
     prompts = dict(zip(texts.ids, texts.prompts, strict=True))  # without repeats

@@ -1,9 +1,10 @@
-"""A corpus on disk, searched for the longest suffix of a text. The draft is the most frequent continuation.
+"""A corpus on disk. Look-up finds the longest suffix of a text that occurs in the corpus, and drafts the most frequent
+continuation.
 
-A folder has three files. `datastore.json` describes it. `tokens.npy` holds the corpus's ids in reverse; an id that no
-text has separates the documents. `order.npy` is the suffix array of `tokens.npy`. Because the ids are reversed, a
-suffix of the text is a prefix in the array. One binary search therefore gives the longest suffix of the text that
-occurs anywhere. Both arrays are memory-mapped.
+A folder has three files. `datastore.json` describes it. `tokens.npy` has the corpus's ids in reverse order; an id that
+no text has separates the documents. `order.npy` is the suffix array of `tokens.npy`. Because the ids are reversed, the
+end of a text, read backwards, is the beginning of an entry of the suffix array. One binary search therefore finds the
+longest suffix of the text that occurs anywhere. Both arrays are memory-mapped.
 """
 
 import json
@@ -27,9 +28,9 @@ MOST = 64  # occurrences that are examined, evenly spread over all of them
 
 @dataclass(frozen=True)
 class About:
-    """The contents of `datastore.json`. vocabulary: number of ids. depth: length of the longest match, in tokens.
-    documents, tokens: number of documents and of tokens in the corpus. tokenizer: the tokenizer's hash, see
-    `compatibility.hash_tokenizer`. made: command, sources, date."""
+    """The contents of `datastore.json`. vocabulary: number of token ids. depth: the longest match that look-up can
+    find, in tokens. documents, tokens: the corpus's numbers of documents and tokens. tokenizer: the tokenizer's hash
+    (`compatibility.hash_tokenizer`), None if unknown. made: command, text files and date of the making."""
 
     vocabulary: int
     depth: int
@@ -41,11 +42,12 @@ class About:
 
 
 class Datastore:
-    """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains of the most
-    frequent continuation.
+    """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains: the most frequent
+    continuation.
 
-    tokens: the corpus's ids in reverse, as in `tokens.npy`. order: their suffix array, as in `order.npy`. Both are
-    arrays of any integer type that is large enough. about: the contents of `datastore.json`.
+    tokens: the corpus's ids in reverse order, as in `tokens.npy`. order: the suffix array of `tokens` without the
+    separators, as in `order.npy`. Both are arrays of an integer type that is large enough. about: the contents of
+    `datastore.json`.
     """
 
     def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
@@ -53,24 +55,27 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Return a datastore in memory, built from documents of token ids. about: its vocabulary and depth are used;
-        documents and tokens are counted. Raises ValueError for ids outside the vocabulary, and if the documents have no
-        token."""
+        """Return a datastore in memory, built from documents of token ids. about: gives vocabulary and depth; the
+        result's numbers of documents and tokens are counted. Raises ValueError for ids outside the vocabulary, and if
+        the documents have no token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
-                raise ValueError(f"datastore: document {count} has ids outside [0, {border})")
+                raise ValueError(
+                    f"datastore: document {count} (0-based) has token ids outside [0, {border}): encode the texts "
+                    "with the target's tokenizer"
+                )
             flat += [*document, border]
             count += 1
         tokens = np.array(flat[::-1], dtype=_smallest(border))
         if len(tokens) == count + 1:
-            raise ValueError("datastore: the texts have no token")
+            raise ValueError("datastore: the texts have no token: give texts that are not empty")
         order = suffix_array(tokens, about.depth)
         order = order[tokens[order] != border].astype(_smallest(len(tokens)))
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the datastore's folder atomically, and return its path. Raises the errors of `atomic.new_folder`."""
+        """Write the datastore's folder atomically, and return its path. Raises what `atomic.new_folder` raises."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
@@ -89,14 +94,13 @@ class Datastore:
         if len(order) != about.tokens or len(tokens) != about.tokens + about.documents + 1:
             raise ValueError(
                 f"{path}: by {ABOUT} it has {about.tokens} tokens in {about.documents} documents, but {ORDER} has "
-                f"{len(order)} entries and {TOKENS} has {len(tokens)}"
+                f"{len(order)} entries and {TOKENS} has {len(tokens)}: make the datastore again"
             )
         return cls(tokens, order, about)
 
     def look_up(self, text: Sequence[int], k: int, shortest: int = 1) -> Match:
-        """Return at most k tokens that follow the longest suffix of the text that occurs in the corpus. There is no
-        match if that suffix has fewer than `shortest` tokens. No match is longer than the datastore's `depth`, in
-        tokens.
+        """Find the longest suffix of the text that occurs in the corpus, and return the match with at most k drafts.
+        Return `NONE` if this suffix has fewer than `shortest` tokens. No match is longer than `about.depth` tokens.
 
         Each draft is the most frequent next token among the occurrences that agree with the drafts before it. Of
         equally frequent tokens, the smallest id is drafted.
@@ -115,7 +119,7 @@ class Datastore:
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
         """Return the length of the longest suffix of a text that occurs in the corpus, and the index in `order` of one
-        occurrence. backwards: the last ids of the text, in reverse."""
+        of its occurrences. backwards: the last ids of the text, in reverse order."""
         at = first_place(self.tokens, self.order, backwards)
         neighbours = [near for near in (at - 1, at) if 0 <= near < len(self.order)]
         return max((self._shared(backwards, int(self.order[near])), near) for near in neighbours)
@@ -124,16 +128,16 @@ class Datastore:
         return common_prefix(backwards, self.tokens[position : position + len(backwards)].tolist())
 
     def _following(self, position: int, k: int) -> list[int]:
-        """Return at most k ids that follow a position in its document."""
+        """Return at most k ids that follow a position, in the same document. position: an index of `tokens`."""
         ids: list[int] = self.tokens[max(0, position - k) : position][::-1].tolist()
         border = self.about.vocabulary
         return ids[: ids.index(border)] if border in ids else ids
 
 
 def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """Return (drafts, share). followings: the ids that follow each occurrence. Each draft is the most frequent next
-    token among those that agree with the drafts before it. share: the fraction of all followings that begin with the
-    first draft."""
+    """Return at most k drafts, and the fraction of all occurrences that continue with the first draft. followings: the
+    ids that follow each occurrence. Each draft is the most frequent next token among the occurrences that agree with
+    the drafts before it."""
     drafts: list[int] = []
     share, count = 0.0, len(followings)
     for depth in range(k):
@@ -154,9 +158,15 @@ def _smallest(most: int) -> type[np.unsignedinteger]:
 def _about(file: Path) -> About:
     values, names = read_json(file), {item.name for item in fields(About)}
     if values.get("format") != FORMAT:
-        raise ValueError(f"{file}: format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}")
+        raise ValueError(
+            f"{file}: format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}: make the "
+            "datastore again with this version, or use the version that wrote it"
+        )
     if odd := set(values) ^ names:
-        raise ValueError(f"{file}: these keys are missing or unknown: {', '.join(sorted(odd))}")
+        raise ValueError(
+            f"{file}: keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys unknown: "
+            f"{', '.join(sorted(odd & set(values))) or 'none'}: make the datastore again"
+        )
     return About(**values)
 
 
@@ -164,4 +174,4 @@ def _mapped(file: Path) -> NDArray[np.unsignedinteger]:
     try:
         return np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{file} cannot be read: {error}") from error
+        raise ValueError(f"{file} cannot be read ({error}): make the datastore again") from error

@@ -11,10 +11,10 @@ CLIMB = 16  # most suffix links updated per token: enough for most texts, and a 
 
 
 class Match(NamedTuple):
-    """The result of a look-up. drafts: ids that followed an earlier occurrence, at most as many as requested. length:
-    tokens of the matched suffix, 0 without a match. places: number of its occurrences. share: fraction of the examined
-    occurrences that continue with the first draft, in (0, 1]; 0 without drafts. stored: whether the match is in a
-    datastore, not in the text itself."""
+    """The result of a look-up. drafts: ids that followed an earlier occurrence of the matched suffix, at most as many
+    as requested. length: number of tokens of this suffix, 0 without a match. places: number of its earlier occurrences.
+    share: fraction of the examined occurrences that continue with the first draft, in (0, 1]; 0 without drafts. stored:
+    whether the match is in a datastore, not in the text itself."""
 
     drafts: list[int]
     length: int = 0
@@ -27,11 +27,11 @@ NONE = Match([])
 
 
 def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
-    """Return the positions 0 to n - 1 of ids (n,), as an array (n,) sorted by the `depth` ids that begin at each.
-    Positions whose ids are equal are sorted by position, and the end of the array sorts first.
+    """Return an array (n,) of the positions 0 to n - 1 in ids (n,), sorted by the `depth` ids from each position on. If
+    these ids are equal, the lower position comes first. If ids end before `depth`, the shorter sequence comes first.
 
-    Prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth) sorts of n keys
-    suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
+    The method is prefix doubling (Manber and Myers 1993): ranks by 2 w ids follow from ranks by w ids, so log2(depth)
+    sorts of n keys suffice. Construction needs about 40 bytes per position. Raises ValueError for depth < 1.
     """
     if depth < 1:
         raise ValueError(f"depth must be at least 1, not {depth}")
@@ -50,7 +50,8 @@ def suffix_array(ids: Ids, depth: int) -> NDArray[np.int64]:
 
 
 def _ranks(keys: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the rank of each key, counted from 1. Equal keys have the same rank."""
+    """Return the rank of each key (n,), 1 for the smallest. Equal keys have equal ranks. order (n,): the indices that
+    sort the keys."""
     sorted_keys = keys[order]
     rank = np.empty_like(keys)
     rank[order] = np.concatenate([[1], 1 + np.cumsum(np.diff(sorted_keys) > 0)]) if len(keys) else sorted_keys
@@ -65,11 +66,12 @@ def first_place(
     high: int | None = None,
     after: bool = False,
 ) -> int:
-    """Return the first index of `order`, from low to high, at whose position the ids are not less than the pattern;
-    with `after`, the first at whose position they are greater and do not begin with the pattern. Return `high` if there
-    is none.
+    """Return the first index of `order`, from low to high, at whose position the ids are not less than the pattern.
+    With `after`, return the first at whose position the ids are greater than the pattern and do not begin with it.
+    Return `high` if there is none (None means the end of `order`).
 
-    ids (n,), order: an array and its suffix array. The binary search reads len(pattern) ids about log2(n) times.
+    ids (n,): an array. order: its suffix array, or a part of it. The binary search reads len(pattern) ids about log2(n)
+    times.
     """
     wanted, length = list(pattern), len(pattern)
     high = len(order) if high is None else high
@@ -95,13 +97,13 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 class SuffixAutomaton:
-    """The substrings of a growing text (Blumer et al. 1985). It gives the text's longest suffix that occurred earlier,
-    in constant time per token. Drafts follow Hu et al. 2024, SAM decoding, 2411.10666.
+    """The substrings of a growing text (Blumer et al. 1985). In constant time per token, the automaton finds the text's
+    longest suffix that occurred earlier. Drafts follow Hu et al. 2024, SAM decoding, 2411.10666.
 
-    A state is a set of substrings that end at the same positions of the text. `longest` is the length of its longest
-    substring, and `link` is the state of that substring's longest suffix that ends at more positions. The link of the
-    whole text's state therefore gives the longest suffix that occurred earlier, without a search. n tokens need at most
-    2 n states; adding a token costs O(1) amortised.
+    A state is a set of substrings that end at the same positions of the text. For each state, `longest` is the length
+    of its longest substring s, and `link` is the state of the longest suffix of s that also ends at other positions.
+    The link of the whole text's state is therefore the longest suffix that occurred earlier; no search is needed. n
+    tokens need at most 2 n states; adding a token costs O(1) amortised.
     """
 
     def __init__(self, text: Sequence[int] = ()) -> None:
@@ -125,8 +127,8 @@ class SuffixAutomaton:
             self._append(token)
 
     def follow(self, text: Sequence[int]) -> None:
-        """Change this automaton, in place, to that of `text`. If `text` continues the present text, its new tokens are
-        appended; else the automaton is rebuilt."""
+        """Change this automaton, in place, to the automaton of `text`. If `text` continues the present text, only its
+        new tokens are appended; else the automaton is rebuilt."""
         known = len(self.text)
         if list(text[:known]) != self.text:
             self._clear()
@@ -134,9 +136,9 @@ class SuffixAutomaton:
         self.extend(text[known:])
 
     def look_up(self, k: int, shortest: int = 1) -> Match:
-        """Return k tokens that followed the latest earlier occurrence of the longest repeated suffix. There is no match
-        if that suffix has fewer than `shortest` tokens. If fewer than k tokens follow the occurrence, they are repeated
-        to give k.
+        """Return the match of the longest suffix that occurred earlier, with k drafts: the tokens that followed its
+        latest earlier occurrence. Return `NONE` if this suffix has fewer than `shortest` tokens. If fewer than k tokens
+        follow the occurrence, they are repeated up to k.
 
         In a text like "aaaa..." an occurrence before the latest one may be used, see `CLIMB`.
         """
@@ -174,8 +176,9 @@ class SuffixAutomaton:
         return clone
 
     def _occurred(self, state: int, now: int) -> None:
-        """Store where the longest repeated suffix last ended. Then record that this suffix, and its own suffixes, end
-        here."""
+        """Store, as `match` and `end`, the length of the longest suffix that occurred earlier and where it last ended.
+        Then record that this suffix, and its own suffixes, end here too. state: of this suffix. now: number of tokens
+        of the text."""
         self.match, self.end = self.longest[state], self.latest[state]
         for _ in range(CLIMB):
             if state <= 0:

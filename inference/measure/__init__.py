@@ -1,1 +1,1 @@
-"""Measurement of speed: timing of engines, costs of rounds, plans of trees, and timing to a wanted interval."""
+"""Measurement of speed: timing of engines until an interval is narrow enough, costs of rounds, and plans of trees."""

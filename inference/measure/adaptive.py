@@ -1,7 +1,7 @@
 """Timing with a stopping rule: batches are timed until the confidence interval of the speed-up is narrow enough, or
 until the time limit.
 
-The stop depends on the relative width of the interval and on the clock, never on the value, so it does not bias the
+Timing stops by the relative width of the interval and by the clock, never by the value, so stopping does not bias the
 measured speed-up. An interval may be narrow by chance. Therefore at least `LEAST` batches are timed first, and the
 width is checked only after the number of batches has grown by a quarter.
 """
@@ -27,9 +27,9 @@ Say = Callable[[int, float], None]  # called with the number of batches timed, a
 class Wanted:
     """The condition that ends a timing; `FEWEST` batches are timed in any case.
 
-    batches: the least number of batches, if there is time. within: the largest allowed distance of the interval's ends
-    from the value, relative to the value; inf to time exactly `batches`. until: the time limit, in seconds of the
-    clock.
+    batches: the least number of batches, if there is time. within: the largest allowed distance between the value and
+    either end of the interval, relative to the value; inf to time exactly `batches`. until: the time limit, in seconds
+    of the clock; inf for none.
     """
 
     batches: int
@@ -39,11 +39,12 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Reached:
-    """What a timing has reached. within: distance of the 95 % interval's farther end from the value, relative to the
-    value; None for one batch. wanted: the wanted distance, None for a fixed number of batches. enough: whether the
-    wanted distance and number of batches were reached. batches: number of different batches that were timed. runs:
-    number of times that a batch was timed, repeats included. seconds: wall seconds of all. others: mean number of
-    `cores` that other processes used meanwhile, None if unknown. cores: number that this process may use."""
+    """What a timing has reached. within: distance between the value and the farther end of the 95 % interval, relative
+    to the value; None for one batch. wanted: the wanted distance, None for a fixed number of batches. enough: whether
+    the wanted distance and number of batches were reached. batches: number of different batches that were timed. runs:
+    number of times that a batch was timed, repeats included. seconds: wall seconds of the whole timing. others: mean
+    number of cores that other processes used meanwhile, None if unknown. cores: number of cores that this process may
+    use."""
 
     within: float | None
     wanted: float | None
@@ -66,13 +67,13 @@ def until_known(
     say: Say | None = None,
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
-    """Return the timing of the arms, as `timing.interleave` does, until the interval of the ratio of speeds pair[0] /
-    pair[1] is as narrow as `wanted`, and what was reached.
+    """Time the arms, as `timing.interleave` does, until the interval of the ratio speed(pair[0]) / speed(pair[1]) is as
+    narrow as `wanted` says. Return the timing, and what it reached.
 
-    rows: prompts per batch. pair: names of two arms. After the last batch the first is timed again, with the next seed;
-    the bootstrap draws all repeats of a batch together. say: called at each check with the number of batches timed and
-    the distance reached. turned: called after each batch with the number of batches timed. Raises the errors of
-    `timing.interleave`.
+    rows: prompts per batch. pair: names of two arms. After the last batch, the first one is timed again, with the next
+    seed; the bootstrap draws all repeats of a batch together. say: called at each check with the number of batches
+    timed and the distance reached. turned: called after each batch with the number of batches timed. clock: returns
+    seconds. Raises what `timing.interleave` raises.
     """
     batches = batches_of(arms, prompts, rows)
     start, before = clock(), reading()

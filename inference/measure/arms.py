@@ -22,9 +22,9 @@ UNTRANSLATED = ("presence_penalty", "frequency_penalty", "logit_bias", "banned",
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The result of one run of an arm. tokens: new ids of each prompt. seconds: wall seconds, prefill included.
+    """The result of one run of an arm. tokens: for each prompt, its new ids. seconds: wall seconds, prefill included.
     decode_seconds: wall seconds without the prefill. stats: the engine's counts, None for an arm without counts.
-    decode_tokens: number of tokens that were emitted in decode_seconds, None if all were."""
+    decode_tokens: number of tokens that were emitted in decode_seconds, None for all tokens."""
 
     tokens: list[list[int]]
     seconds: float
@@ -33,7 +33,7 @@ class ArmResult:
     decode_tokens: int | None = None
 
     def paid(self, decode: bool) -> tuple[int, float]:
-        """Return (number of tokens, wall seconds), with the prefill or, if `decode`, without it."""
+        """Return (number of tokens, wall seconds), prefill included. decode: whether to leave the prefill out."""
         total = sum(map(len, self.tokens))
         if not decode:
             return total, self.seconds
@@ -43,7 +43,7 @@ class ArmResult:
 @dataclass(frozen=True)
 class Arm:
     """One way to decode. name: its name in reports. run(prompts, ids, seed): continues every prompt; `ids` are the keys
-    of the rows' noise."""
+    of the rows' random numbers."""
 
     name: str
     run: Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
@@ -51,8 +51,8 @@ class Arm:
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that runs Engine.generate and ignores end tokens. max_new_tokens: the number of new tokens of each
-    prompt. Raises ValueError for settings that may end a text early. The arm's run raises RuntimeError if a prompt ends
-    in an error, since its text is no sample."""
+    prompt. Raises ValueError for settings that may end a text early. The arm's run raises RequestError if a prompt ends
+    in an error, since its text is then no sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -68,9 +68,9 @@ def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: in
 
 def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that runs transformers' own generate under the same distribution and ignores end tokens. During
-    each run it replaces the generation_config of the model, so that none of its defaults changes the distribution.
+    each run it replaces the model's generation_config, so that no default in it changes the distribution.
 
-    Decode-only figures omit the first pass and its tokens, since that pass is transformers' prefill. The arm's `ids`
+    Decode-only figures omit the first pass and its tokens, since this pass is transformers' prefill. The arm's `ids`
     are not used: torch's generator is seeded for each run. Raises ValueError for sampling settings that this arm cannot
     express.
     """
@@ -86,26 +86,26 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
 
 @contextmanager
 def seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Seed torch's generators, of the CPU and of the model's GPU, within the block, and restore them after it."""
+    """Within the `with` block, seed torch's generators of the CPU and of the model's GPU. Restore them afterwards."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed)
         yield
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
-    """Raise ValueError for the first of these fields of the settings that differs from its default."""
+    """Raise ValueError for the first of these fields of `sampling` that differs from its default."""
     default = Sampling()
     for name in fields:
         if replace(default, **{name: vars(sampling)[name]}) != default:
             raise ValueError(
-                f"Sampling.{name}={vars(sampling)[name]!r} cannot be used here, since texts need a fixed number of "
-                f"tokens, or since the other decoder has no such setting; leave it at {vars(default)[name]!r}"
+                f"Sampling.{name}={vars(sampling)[name]!r} cannot be timed: it may end a text early, or the "
+                f"other decoder lacks it; leave it at {vars(default)[name]!r}"
             )
 
 
 def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """Return a generation config without end tokens that sets every setting, since transformers would replace None by
-    its own defaults (top_k = 50)."""
+    """Return a generation config without end tokens. It sets every sampling setting, since transformers replaces a
+    missing one by its own default (top_k = 50)."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)
@@ -119,7 +119,7 @@ def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConf
 
 @contextmanager
 def generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """Replace the generation config of a model within the block."""
+    """Within the `with` block, replace the model's generation config."""
     own, model.generation_config = model.generation_config, config
     try:
         yield
@@ -128,7 +128,7 @@ def generating_by(model: PreTrainedModel, config: GenerationConfig) -> Iterator[
 
 
 class _Passes(BaseStreamer):
-    """A streamer that records the time of the first pass, and the number of tokens that each pass gives a row."""
+    """A streamer that records when the first pass ended, and how many tokens each pass added to a row."""
 
     def __init__(self) -> None:
         self.first = 0.0
@@ -146,8 +146,9 @@ class _Passes(BaseStreamer):
 
 
 def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> ArmResult:
-    """Return the result of transformers' generate for prompts that are decoded together. settings: more arguments of
-    transformers' generate. Raises ValueError if the decoder texts of an encoder-decoder differ in length."""
+    """Return the result of transformers' generate. prompts: ids; all prompts are decoded together. settings: more
+    arguments of transformers' generate. Raises ValueError if the decoder texts of an encoder-decoder differ in length.
+    """
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -155,7 +156,9 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) 
     sources = [source for p in prompts if (source := source_in_text(p)) is not None]
     if sources:
         if int(mask.min()) == 0:
-            raise ValueError("transformers' generate needs decoder texts that begin with equally many ids")
+            raise ValueError(
+                "transformers' generate needs decoder texts that begin with equally many ids; give such prompts"
+            )
         inputs = padded_sources(model, sources)[1] | {"decoder_input_ids": ids}
         settings = settings | {"decoder_start_token_id": prompts[0][0]}
     passes = _Passes()

@@ -1,8 +1,9 @@
 """CPU use by other processes during a timing, and the wait policy of threads. Both affect measured speeds.
 
-The use by other processes is the busy time of the CPUs that this process may use, from /proc/stat, minus the time of
-this process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some containers). This
-module does not import torch, because torch reads the wait policy of threads when it is first imported.
+CPU use by other processes is computed from /proc/stat: the busy time of the cores that this process may use, minus the
+CPU time of this process and its ended children. It is None (unknown) on systems without /proc/stat (macOS, some
+containers). This module does not import torch, because torch reads the wait policy of threads when it is first
+imported.
 """
 
 import os
@@ -19,9 +20,9 @@ WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of libgomp and
 
 
 class Reading(NamedTuple):
-    """Three times in seconds, each since some fixed moment. wall: of the clock. own: CPU time of this process and its
-    ended children, on any core. busy: CPU time of all processes, and of other guests of a hypervisor, on the cores that
-    this process may use; None if unknown."""
+    """Three times in seconds, each since some fixed moment. wall: the clock's time. own: CPU time of this process and
+    its ended children, on any core. busy: CPU time of all processes, and of other guests of a hypervisor, on the cores
+    that this process may use; None if unknown."""
 
     wall: float
     own: float
@@ -41,7 +42,8 @@ def reading(stat: Path = STAT) -> Reading:
 
 
 def _busy(stat: Path) -> float | None:
-    """Return the seconds in user, nice, system, irq, softirq and steal, summed over the cores of this process."""
+    """Return the seconds that the cores of this process spent in user, nice, system, irq, softirq and steal, or None if
+    unknown."""
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
     mine, total, idle = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0, 0
@@ -64,13 +66,13 @@ def others(before: Reading, after: Reading) -> float | None:
 
 def disturbed(used: float | None, of: int) -> bool | None:
     """Return whether other processes used more than on an idle machine, or None if unknown. used: number of cores that
-    they used, of the `of` cores."""
+    they used, None if unknown. of: number of cores that this process may use."""
     return None if used is None else used > SHARE * of
 
 
 def contention_line(used: float | None, of: int) -> str:
-    """Return one line of a report: whether other processes used the machine during the timing. used: number of cores
-    that they used, of the `of` cores; None if unknown."""
+    """Return one line of a report: whether other processes used the machine during the timing. used, of: as in
+    `disturbed`."""
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
@@ -85,11 +87,11 @@ def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STA
     """Let waiting threads sleep instead of spin, unless the machine is idle or the user has set a wait policy. Call it
     before torch is first imported.
 
-    environ: the environment, which is changed in place. stat: as in `reading`. look: seconds for which other work is
-    looked for. Returns what was found: "chosen" (the user has set a policy), "late" (torch is already imported),
-    "idle", or "passive" if threads now sleep. Spinning threads occupy cores that the other threads need: with another
-    process on as many cores, a pass takes ten times as long. On an idle machine spinning threads continue sooner, so
-    the library's default is not changed.
+    environ: the environment, changed in place. stat: as in `reading`. look: seconds of looking for other work. Returns
+    "chosen" if the user has set a policy, "late" if torch is already imported, "idle" if the machine is idle, or
+    "passive" if threads now sleep. Spinning threads occupy cores that the other threads need: with another process on
+    as many cores, a pass takes ten times as long. On an idle machine spinning threads continue sooner, so the library's
+    default is not changed.
     """
     if any(name in environ for name in WAITS):
         return "chosen"

@@ -1,11 +1,11 @@
-"""Costs of a round on this machine. With the tokens of a round they give the draft length with the fewest seconds per
-token.
+"""Costs of a round on this machine, in seconds. Together with the expected tokens of a round they give the draft length
+with the fewest seconds per token.
 
 `measure_costs` times each part of a round alone and warm. In a real call the parts evict each other from the caches,
 threads must wake up, and the host works between the parts; a draft can then take two to five times as long. Therefore
-only the ratios between draft lengths come from this table. Its scale comes from `measure_rounds`, which times real
-calls of the engine to be served, and `calibrated` applies it. B rows, K longest draft. All times are wall seconds of B
-rows together, as medians of interleaved repeats.
+only the ratios between draft lengths come from this table. The scale comes from `measure_rounds`, which times real
+calls of the engine to be served; `calibrated` applies it to the table. B rows, K longest draft. All times are wall
+seconds of B rows together, as medians of interleaved repeats.
 """
 
 import time
@@ -48,11 +48,12 @@ SPREAD = 7  # tokens between the lengths of one text and the next
 class Costs:
     """A table of measured seconds, for all parts of a round at every draft length.
 
-    target[n-1]: a target pass over n ids per row, n = 1..K+1. draft: one draft step (pass, distribution, draw). first:
-    the time of drafting per round besides its steps (missing ids, weights that are not in the CPU's cache). rest[k]:
-    the rest of a round that drafted k tokens, k = 0..K (distributions, verification, draws, results on the host). rows,
-    context: number of rows and tokens per text in the measurement. target_dtype, draft_dtype: dtypes of the models'
-    weights. encoder: an encoder's pass over one source per row, which runs once per text; 0 without an encoder.
+    target[n-1]: a target pass over n ids per row, n = 1 to K+1. draft: one draft step (pass, distribution, draw).
+    first: the time that drafting takes per round in addition to its steps (ids not read yet, weights not in the CPU's
+    cache). rest[k]: the rest of a round that drafted k tokens, k = 0 to K (distributions, verification, draws, results
+    on the host). rows, context: number of rows and tokens per text in the measurement. target_dtype, draft_dtype:
+    dtypes of the models' weights. encoder: an encoder's pass over one source per row, needed once per text; 0 without
+    an encoder.
     """
 
     target: tuple[float, ...]
@@ -71,22 +72,23 @@ class Costs:
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """Return the seconds of a round at each draft length 0 .. K."""
+        """Return the seconds of a round for each draft length 0 to K."""
         return tuple(map(self.round, range(len(self.target))))
 
     def drafting(self, k: int) -> float:
-        """Return the seconds that k drafts of a round take."""
+        """Return the seconds that drafting k tokens takes in a round."""
         return k * self.draft + self.first * (k > 0)
 
     @property
     def ratio(self) -> float:
-        """Return the seconds of one draft step / seconds of one plain target step, which reports call `cost`."""
+        """Return the seconds of one draft step divided by the seconds of one plain target step. Reports call this
+        `cost`."""
         return self.draft / self.round(0)
 
 
 def joined_costs(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """Return a table with the plain target step of `plain`, the passes over drafts and the rest of `target`, and the
-    drafting of `draft`."""
+    """Return a table joined from three: the plain target step of `plain`; the passes over drafts and the rest of
+    `target`; the drafting of `draft`."""
     return replace(
         target,
         target=(plain.target[0], *target.target[1:]),
@@ -108,13 +110,12 @@ def measure_costs(
     repeats: int = 9,
     warmup: int = 2,
 ) -> Costs:
-    """Return the costs of target and proposer, in the form in which they will run, for rounds that draft k = 0..K
-    tokens. Each row has one text of about `context` tokens; lengths differ, as after some rounds. source: the length of
-    an encoder-decoder's sources, None for `context`. repeats: number of runs of each part that count. warmup: number of
-    runs before them.
+    """Return the costs of target and proposer for rounds that draft k = 0 to K tokens. Both must have the form (dtype,
+    compiled or not) in which they will run. Each row has one text of about `context` tokens; lengths differ, as after
+    some rounds. source: the length of an encoder-decoder's sources, None for `context`. repeats: number of runs of each
+    part that count. warmup: number of runs before them.
 
-    Raises ValueError if the target cannot hold context and the longest timed drafts, or if the proposer cannot draft
-    that far.
+    Raises ValueError if the context of target or proposer is shorter than `context` and the longest timed drafts.
     """
     proposer.open(Host(target.rows, target.spare, target.vocabulary, target.context, target))
     room = min(target.context, proposer.context or target.context)
@@ -122,8 +123,8 @@ def measure_costs(
     longest = max(K, *spans)
     if context < 1 or context + longest + 1 > room:
         raise ValueError(
-            f"context={context}, K={K}: both models must hold context + {longest + 1} tokens, but hold only {room}; "
-            "give a smaller context"
+            f"context={context}, K={K}: both models need room for context + {longest + 1} tokens, but have room for "
+            f"only {room}; give a smaller context"
         )
     seeded = torch.Generator().manual_seed(0)
     apart = min(SPREAD, context // target.rows)
@@ -153,9 +154,9 @@ def measure_costs(
 
 
 def never_falling(seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the sequence that never falls and is nearest to `seconds` by least squares. A pass over more ids takes no
-    less time, so a fall is noise, and a choice among lengths would follow it (pool adjacent violators: Ayer et al.
-    1955)."""
+    """Return the sequence nearest to `seconds`, by least squares, in which no value is below the one before it (pool
+    adjacent violators: Ayer et al. 1955). A pass over more ids takes no less time, so a falling value is noise, and
+    would mislead the choice of a length."""
     blocks: list[tuple[float, int]] = []  # mean, number of values
     for one in seconds:
         blocks.append((one, 1))
@@ -180,8 +181,9 @@ def interleaved(
     device: torch.device = CPU,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Key, float]:
-    """Return the median seconds of each task, by its key, up to the end of the work that the task launched on the
-    device. Each repeat runs every task once, so that drift of the machine affects all tasks."""
+    """Return the median seconds of each task, by its key. The work that a task launched on the device is included. Each
+    repeat runs every task once, so that drift of the machine's speed affects all tasks. warmup: number of runs of each
+    task that do not count."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
     wait_for(device)
     for repeat in range(warmup + repeats):
@@ -197,8 +199,8 @@ def interleaved(
 def _tasks(
     target: LM, proposer: Proposer, texts: list[list[int]], K: int, lengths: tuple[int, int], sampling: Sampling
 ) -> dict[tuple[str, int], Callable[[], object]]:
-    """Return every part of a round as a task, by (part, number of ids or drafts), in the order of the engine. The order
-    matters because it decides what a CPU's caches contain."""
+    """Return every part of a round as a task, by (name of the part, number of ids or drafts), in the engine's order.
+    The order matters, because it decides what a CPU's caches contain. lengths: the two draft lengths to time."""
     rows = [Request(i, i, text, K + 1, sampling, frozenset()) for i, text in enumerate(texts)]
     at = [len(text) - 1 for text in texts]
     ids = torch.tensor([text[-1:] * (K + 1) for text in texts], device=target.device)
@@ -234,8 +236,8 @@ def _tasks(
 
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
-    """Return a task with the distributions, the verification and the last draw of a round. The target's distribution
-    serves as the draft's too, since only the time matters."""
+    """Return a task with the distributions, the verification and the last draw of a round. The target's distributions
+    are used as the draft's too, since only the time matters. logits (B, k+1, V). x (B, k): the drafts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
@@ -249,8 +251,8 @@ def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Ten
 
 @dataclass(frozen=True)
 class RealRound:
-    """The seconds of a round in a real call, for all its rows together. draft: drafting. target: the target's pass.
-    rest: distributions, verification, draws and bookkeeping on the host."""
+    """The seconds of a round in a real call, for all its rows together. draft: drafting. target: the target pass. rest:
+    distributions, verification, draws and bookkeeping on the host."""
 
     draft: float
     target: float
@@ -282,10 +284,11 @@ def measure_rounds(
     """Return the median round of each engine, by its key, from interleaved calls. The first call of each engine is not
     counted.
 
-    engines: each engine with the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt per
-    row, and every call has other prompts. A call ends before its first round that is not full. The engines' policies
-    are restored. until: time limit, in seconds of the clock; each engine runs at least `LEAST` times. Raises ValueError
-    without prompts or engines, and RuntimeError if a prompt ends in an error.
+    engines: by key, an engine and the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt
+    per row; the next call has other prompts, until all were used. A call ends before its first round that is not full
+    (see `_full_rounds`). The engines' policies are restored afterwards. until: time limit, in seconds of the clock;
+    each engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RequestError if a prompt
+    ends in an error.
     """
     if not prompts or not engines:
         raise ValueError(
@@ -307,9 +310,9 @@ def measure_rounds(
 
 
 def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
-    """Decode while every row can draft k tokens, and return the statistics. Later rounds have fewer rows or fewer
-    drafts, and take less time than the rounds to be timed. If not even the first round is full, it is counted. Raises
-    RequestError if a prompt ends in an error."""
+    """Decode as long as rounds are full (every row is active and can draft k tokens), and return the statistics. Later
+    rounds have fewer rows or fewer drafts, so they take less time than the rounds to be timed. The first round counts
+    even if it is not full. Raises RequestError if a prompt ends in an error."""
     context = (engine.proposer.context if engine.proposer else None) or inf
     for _ in engine.rounds(call):
         if len(call.active) < engine.rows:
@@ -321,7 +324,7 @@ def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
 
 @contextmanager
 def drafting_by(engine: Engine, policy: Policy) -> Iterator[None]:
-    """Replace the policy of an engine within the block."""
+    """Within the `with` block, replace the engine's policy."""
     own, engine.policy = engine.policy, policy
     try:
         yield
@@ -334,9 +337,9 @@ def _medians(rounds: Sequence[RealRound]) -> RealRound:
 
 
 def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
-    """Return the table, scaled to real rounds. rounds: a timed round for each of some draft lengths. `target` and
-    `rest` are multiplied by real seconds / table seconds; this factor is interpolated between the timed lengths and
-    constant beyond them. Drafting is a line fitted to the timed rounds."""
+    """Return the table, scaled to real rounds. rounds: timed rounds, by draft length. `target` and `rest` are
+    multiplied by real seconds / table seconds; this factor is interpolated between the timed lengths, and constant
+    beyond them. Drafting becomes a line fitted to the timed rounds."""
     lengths = range(len(table.target))
     known = sorted(k for k in rounds if k < len(table.target))
 
@@ -351,8 +354,8 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of `fit_line` through the measured seconds of drafting, by draft length. With fewer than two
-    lengths, return the table's values, scaled."""
+    """Return (first, step) of `fit_line`. drafting: measured seconds of drafting, by draft length. For one length,
+    return the table's values, scaled; for none, the table's values."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:
@@ -363,16 +366,17 @@ def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
 
 
 def fit_line(drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of the line seconds = first + k * step that fits best, with neither the first draft nor a
-    further one below 0 seconds. drafting: seconds of drafting by draft length k, two lengths or more."""
+    """Return (first, step) of the line seconds = first + k * step that fits best. Neither the first draft (first +
+    step) nor a further one (step) takes less than 0 seconds. drafting: seconds of drafting, by draft length k; at least
+    two lengths."""
     one, step = not_negative(np.array([[1.0, k - 1] for k in drafting]), list(drafting.values()))
     return float(one - step), float(step)
 
 
 def not_negative(features: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
     """Return the coefficients of a least-squares fit, none of them below 0, so that no extrapolated time is negative.
-    features: (samples, coefficients). seconds: of each sample. While some coefficient is negative, the feature with the
-    lowest one is dropped."""
+    features: (samples, coefficients). seconds (samples,). While some coefficient is negative, the feature with the
+    lowest coefficient is dropped; its coefficient is 0."""
     columns = list(range(features.shape[1]))
     coefficients = np.zeros(features.shape[1])
     while columns:

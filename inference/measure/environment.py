@@ -16,7 +16,7 @@ CODE = Path(__file__)
 
 
 def device() -> str:
-    """Return the device on which models run: the GPU if there is one, else the CPU."""
+    """Return the device for models: "cuda" if there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -24,9 +24,9 @@ def environment() -> dict[str, Any]:
     """Return the circumstances by name: machine (cpu, cores, threads, memory_gib, accelerator), versions (python,
     torch, transformers), date (UTC), commit, dirty and command.
 
-    cores: number that this process may use. threads: number that torch uses. memory_gib: memory in GiB, None if
-    unknown. dirty: whether tracked files differ from the commit. commit and dirty are None if this code is not in a
-    checkout.
+    cores: number of cores that this process may use. threads: number of threads that torch uses. memory_gib: memory in
+    GiB, None if unknown. dirty: whether tracked files differ from the commit. commit and dirty are None if this code is
+    not in a checkout.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {
@@ -61,7 +61,7 @@ def _memory() -> float | None:
 
 
 def _tracked() -> bool:
-    """Return whether this code is part of a checkout, not merely installed below one."""
+    """Return whether git tracks this file. It does not if this code is only installed in a folder below a checkout."""
     return _git("ls-files", "--error-unmatch", CODE.name) is not None
 
 

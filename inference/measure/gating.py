@@ -21,12 +21,12 @@ def calibrate(
     new_tokens: int,
     seed: int = 0,
 ) -> Gate:
-    """Return the gate between `retrieval` and the draft model of the engine `drafting`, under the settings to be
-    served. `drafting` must draft a fixed length. Acceptance and seconds per round come from calls of `drafting`;
+    """Return the gate between `retrieval` and the draft model of the engine `drafting`. sampling: the settings to be
+    served. `drafting` must have the policy `Fixed`. Acceptance and seconds per round come from calls of `drafting`;
     `plain`, an engine without a proposer, gives the seconds of a plain step. new_tokens: number of new tokens of each
     prompt.
 
-    Raises ValueError without prompts, or for an engine without a fixed draft length of at least 1.
+    Raises ValueError without prompts, and for another policy or a draft length of 0.
     """
     policy = drafting.policy
     if not isinstance(policy, Fixed) or policy.k < 1 or not prompts:
@@ -46,10 +46,10 @@ def calibrate(
 
 
 def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int, k: int) -> list[HeldOutPosition]:
-    """Return one record for each token of a row's text: the match of look-up there and how many of its drafts are
-    right. If a round of k drafts started there, the record also has how many drafts the round accepted (near the text's
-    end rounds draft fewer). out, row: the result of a call and the index of the prompt in it. The text must have the
-    full length."""
+    """Return one record for each token of a row's text: look-up's match there, and how many of its drafts are right. If
+    a round of k drafts started there, the record also has the number of drafts that the round accepted; rounds near the
+    text's end draft fewer and have no such number. out: the result of a call. row: index of the prompt in it. The text
+    must have the full length."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}

@@ -1,7 +1,7 @@
 """Interleaved timing: every arm continues the same prompts in turn, and speeds are compared in pairs.
 
 A machine's speed drifts, so no arm finishes before the next begins. For each batch of prompts every arm runs once, in a
-rotating order. Intervals come from resampling whole batches, with the results of both arms together.
+rotating order. Intervals come from resampling whole batches; the results of both arms for a batch stay together.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,15 +27,15 @@ class Interval(NamedTuple):
 
     @property
     def within(self) -> float:
-        """Return the distance of the interval's farther end from the value, relative to the value; infinite for one
-        batch."""
+        """Return the distance between the value and the farther end of the interval, relative to the value; infinite
+        for one batch."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
-        """Return whether a ratio of speeds is above 1, or None if the interval contains 1 or there is only one batch.
-        All statements about a speed-up, in reports, pages and cards, use this."""
+        """For a ratio of speeds: return True if the whole interval is above 1, False if it is below 1, None if it
+        contains 1 or there is only one batch. Pages and cards use this for what they state about a speed-up."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 
@@ -52,8 +52,8 @@ def together(parts: Sequence[Emitted]) -> Emitted:
 
 @dataclass(frozen=True)
 class Timing:
-    """The results of interleaved runs. batches[batch]: (prompts, ids). runs[batch][repeat][arm name]: one result. Some
-    batches may have one repeat more than others."""
+    """The results of interleaved runs. batches: for each batch, its prompts and the keys of their random numbers.
+    runs[batch][repeat][arm name]: one result. Some batches may have one repeat more than others."""
 
     batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
@@ -66,12 +66,12 @@ class Timing:
     def results(self, arm: str) -> list[ArmResult]:
         """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
-            raise ValueError(f"{arm!r} was not timed; the timed decoders are {', '.join(self.arms)}")
+            raise ValueError(f"{arm!r} was not timed; the timed arms are {', '.join(self.arms)}")
         return [repeat[arm] for batch in self.runs for repeat in batch]
 
     def speed(self, arm: str, decode: bool = False) -> float:
-        """Return an arm's tokens per second: sum of tokens / sum of wall seconds, with the prefill or, if `decode`,
-        without it."""
+        """Return an arm's tokens per second: sum of tokens / sum of wall seconds, prefill included. decode: whether to
+        leave the prefill out."""
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
@@ -85,8 +85,8 @@ class Timing:
         """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
         decode: whether to leave the prefill out.
 
-        Each resample draws batches with replacement (all repeats of a batch together) and computes the ratio of sums on
-        the same batches for both arms.
+        Each resample draws batches with replacement (all repeats of a batch together), and computes both arms' speeds
+        from the same batches.
         """
         x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
         return _bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
@@ -97,7 +97,8 @@ class Timing:
         return pooled(parts) if parts else None
 
     def texts(self, arm: str) -> Emitted:
-        """Return the prompts, noise keys, emitted ids and row counts of all runs of an arm, which must have counts."""
+        """Return the prompts, keys of random numbers, emitted ids and counts of all runs of an arm. The arm must have
+        counts."""
         texts = Emitted([], [], [], [])
         for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
             for result in (repeat[arm] for repeat in repeats):
@@ -108,14 +109,15 @@ class Timing:
         return texts
 
     def _paid(self, arm: str, decode: bool) -> np.ndarray:
-        """Return tokens and seconds of each batch, (batches, 2), with the prefill or, if `decode`, without it."""
+        """Return each batch's tokens and seconds, (batches, 2), prefill included. decode: whether to leave the prefill
+        out."""
         paid = iter([result.paid(decode) for result in self.results(arm)])
         return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
 def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
-    """Return a value of all batches with its interval. figure: function of batch numbers (..., batches) that returns
-    values (...)."""
+    """Return a value of all batches, with its interval. figure: returns values (...) for batch numbers (...,
+    batches)."""
     value = float(figure(np.arange(batches)))
     if batches < 2:
         return Interval(value, float("nan"), float("nan"))
@@ -129,7 +131,7 @@ def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _speed(x: np.ndarray) -> np.ndarray:
-    """Return tokens per second (...) for x (..., 2), tokens and seconds."""
+    """Return tokens per second (...). x (..., 2): tokens and seconds."""
     return np.asarray(x[..., 0] / x[..., 1])
 
 
@@ -144,8 +146,8 @@ def interleave(
     """Return the timing of all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats`
     times, with seeds seed, seed + 1, ...
 
-    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if names repeat, if there is
-    nothing to time, or if arms emit different numbers of tokens for a prompt, since their speeds are then not
+    warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if two arms have one name, if
+    there is nothing to time, or if arms emit different numbers of tokens for a prompt, so that their speeds are not
     comparable.
     """
     batches = batches_of(arms, prompts, rows, repeats)
@@ -158,10 +160,10 @@ def interleave(
 
 
 def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """Return the prompts in batches of `rows`, with the keys of their noise. Raises ValueError if names of arms repeat,
-    or if there is nothing to time."""
+    """Return the prompts in batches of `rows`, with the keys of their random numbers. Raises ValueError if two arms
+    have one name, or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
-        raise ValueError(f"arms must be at least one, each with its own name, not {[arm.name for arm in arms]}")
+        raise ValueError(f"arms: give at least one arm, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
         raise ValueError(
             f"there is nothing to time with {len(prompts)} prompts, rows={rows} and repeats={repeats}; give at least 1 "
@@ -179,8 +181,8 @@ def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
 
 
 def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
-    """Run every arm once on one batch, and return the results by name. The first arm to run is number `number` modulo
-    the number of arms. Raises ValueError if arms emit different numbers of tokens."""
+    """Run every arm once on one batch, and return the results by name. Arm number `number` (modulo the number of arms)
+    runs first. Raises ValueError if arms emit different numbers of tokens."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}
     _same_lengths(results)
@@ -193,5 +195,6 @@ def _same_lengths(results: dict[str, ArmResult]) -> None:
     for name, emitted in others:
         if emitted != expected:
             raise ValueError(
-                f"{name!r} emitted {emitted} tokens, but {first!r} {expected}, so their speeds cannot be compared"
+                f"{name!r} emitted {emitted} tokens, but {first!r} {expected}, so their speeds cannot be compared: let "
+                "every arm emit max_new_tokens for each prompt"
             )

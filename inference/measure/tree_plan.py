@@ -1,8 +1,8 @@
-"""A planner for the tree to serve. It chooses the shape, the rule, and likeliest or sampled children, by exact expected
-calls on texts of the target.
+"""A planner for the tree to serve. It chooses the tree, the rule, and likeliest or sampled children, by the exact
+expected target calls on texts of the target.
 
-If the draft is a language model, the distributions of target and draft come from two teacher-forced passes. For any
-other draft they come from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V
+If the proposer has a `language_model`, the distributions of target and draft come from one teacher-forced pass of each.
+For any other proposer they come from forced rounds of chains. B texts, T tokens of the longest, K depths, C children, V
 vocabulary.
 """
 
@@ -55,9 +55,10 @@ WIDE = 4  # levels in which nodes may have more than two children, if the draft'
 class Distributions(NamedTuple):
     """The distributions of target and draft at every token of the texts.
 
-    p, q (B, T, V): those of target and draft. x (B, T): the tokens, 0 past a text's end. lengths (B,): tokens of each
-    text. rank (B, T): number of tokens that the draft finds likelier than x. If the draft's distribution depends on the
-    start of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see `distributions_of_rounds`).
+    p (B, T, V): the target's. q (B, T, V): the draft's. x (B, T): the tokens, 0 past a text's end. lengths (B,): number
+    of tokens of each text. rank (B, T): number of tokens that are likelier than x under the draft. If the draft's
+    distribution depends on the start of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see
+    `distributions_of_rounds`).
     """
 
     p: Tensor
@@ -69,9 +70,9 @@ class Distributions(NamedTuple):
 
 @dataclass(frozen=True)
 class RatedTree:
-    """A tree with its predicted speed. parents: the parent of each node, () for no drafts. rule: "tree" or "traversal".
-    likeliest: whether the children are the likeliest tokens; otherwise they are sampled without replacement. tau:
-    tokens per target call on the given texts. seconds: wall seconds per token."""
+    """A tree with its predicted speed. parents: the parent of each node, -1 for the text; () for no drafts. rule:
+    "tree" or "traversal". likeliest: whether the children are the likeliest tokens; otherwise they are sampled without
+    replacement. tau: tokens per target call on the given texts. seconds: wall seconds per token."""
 
     parents: Parents
     rule: str
@@ -81,7 +82,7 @@ class RatedTree:
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
-    """Return the distributions of the target and of the draft, a language model, at every token of the texts."""
+    """Return the distributions of target and draft at every token of the texts. draft: the draft as an LM."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
@@ -89,8 +90,8 @@ def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) 
 
 
 def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[Tensor, Tensor]:
-    """Return the distributions (B, T, V) and the ranks (B, T) of the texts' tokens. At temperature 0 distributions are
-    one-hot, but ranks still order all tokens."""
+    """Return an LM's distributions (B, T, V) of the texts' tokens, and the tokens' ranks (B, T). At temperature 0
+    distributions are one-hot, but ranks still order all tokens."""
     distributions = torch.zeros(len(texts.tokens), T, lm.vocabulary)
     rank = torch.zeros(len(texts.tokens), T, dtype=torch.int64)
     for block in teacher_forced(lm, texts.prompts, texts.tokens, sampling):
@@ -105,17 +106,17 @@ def _distributions(lm: LM, texts: Emitted, sampling: Sampling, T: int) -> tuple[
 def distributions_of_rounds(
     engine: Engine, proposer: Proposer, depths: int, texts: Emitted, sampling: Sampling, max_new_tokens: int
 ) -> Distributions:
-    """Return the distributions of a draft of any kind, by depth. All shapes can be rated from these without running
+    """Return the distributions of a draft of any kind, by depth. All trees can be rated from these without running
     them.
 
     The distribution at depth j of a round that starts at token t may depend on t, on j and on the tokens between. Entry
-    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j of the round that starts at t - j. If that
-    round has no draft j, q is zero and the rank is the last. proposer: drafts chains, with the engine's target. depths:
-    the largest number of drafts per round. max_new_tokens: the limit of the run that made the texts; its rounds draft
-    no further.
+    (t, j) of q (B, T, K, V) and rank (B, T, K) is for token t as draft j (0-based) of the round that starts at t - j.
+    If this round has no draft j, q is zero and the rank is V. proposer: must draft chains for the engine's target.
+    depths: the largest number of drafts per round. max_new_tokens: the limit of the run that made the texts; rounds
+    draft no tokens past it.
 
-    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError for a proposer of
-    trees, and for a proposer that does not draw its drafts from a distribution.
+    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError if the proposer
+    drafts trees, or does not draw its drafts from distributions.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -133,8 +134,8 @@ def distributions_of_rounds(
 
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
-    """Return the distribution (A, V) and the rank (A,) of a round's drafts at depth j. Rows without a draft at this
-    depth have a distribution of zeros and the last rank, V."""
+    """Return the distributions (A, V) and the ranks (A,) of a round's drafts at depth j (0-based). Rows without a draft
+    at this depth have zeros and rank V."""
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError("distributions by depth need chains that a model drafts: give a proposer without a shape")
@@ -146,11 +147,12 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Return P(the text's token is accepted as child c of a node) -> (B, T, C) or (B, T, K, C), see `predict_tree`.
+    """Return accept, (B, T, C) or (B, T, K, C): P(the text's token is accepted as child c of a node), see
+    `predict_tree`.
 
     children: C. likeliest: whether children are the likeliest tokens, as they are at temperature 0; else they are
-    sampled. levels: at deeper levels only the first two children are computed, by a closed form. samples: how often the
-    rejected children before a third child are drawn.
+    sampled. levels: number of levels for which all children are computed; below them only the first two are, by a
+    closed form. None for all levels. samples: how often rejected children are drawn for third and later children.
     """
     if likeliest:
         return by_rank(distributions.rank, children)
@@ -166,17 +168,18 @@ def accept_of(
 
 
 def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
-    """Return the probabilities `accept` moved by the fraction `share` towards their means over the texts. There is one
-    mean per child and, if `accept` has depths, per depth. lengths (B,): tokens of each text."""
+    """Return (1 - share) * accept + share * (its mean over the texts' tokens), in the shape of `accept`, (B, T, C) or
+    (B, T, K, C). Each child, and each depth if there are depths, has its own mean. lengths (B,): number of tokens of
+    each text."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
     mean = accept[inside].mean(0)
     return (1 - share) * accept + share * mean
 
 
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
-    """Return P(a round that starts at t accepts at least n nodes | the text) -> (B, T, D+1), for a tree with these
-    parents under this rule. likeliest: whether children are the likeliest tokens. The engine drafts no level past the
-    text's end."""
+    """Return the reach (B, T, D+1) of a tree with these parents under this rule: P(a round that starts at t accepts at
+    least n nodes | the text). likeliest: whether children are the likeliest tokens. As in the engine, no level past the
+    text's end is drafted."""
     if rule == "traversal" and not likeliest:
         shape, T = StaticTrees(parents), distributions.x.shape[1]
         nodes = torch.tensor(
@@ -191,17 +194,19 @@ def reach_under(distributions: Distributions, parents: Parents, rule: str, likel
 
 
 class Search:
-    """A rating of shapes by their expected calls on texts. Once made, it ranks the shapes for any costs.
+    """A rating of trees by their expected target calls on texts. Once made, it ranks the trees for any costs of rounds.
 
-    The shapes are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of
-    the `depths`, from nothing and from chains. Under `traversal`, trees are also grown again from the same paths.
+    The trees are: no drafts; chains; all trees of up to `SMALL` nodes; and trees grown to every size within each of the
+    `depths`, from nothing and from chains. Under `traversal`, trees are also grown by the calls under this rule, from
+    the paths of the other trees.
 
-    most: the largest number of nodes. children: the largest number of children of a node. longest: length of the
-    longest chain, if above `depths`. sorts: the sorts of children to rate: True for the likeliest (both rules then
-    accept the same nodes), False for sampled ones. others: more shapes to rate. accept: by sort, see `accept_of`.
-    calls: by rule and sort, (B,) for each shape. shrunk: above 0, probabilities of likeliest children are moved towards
-    their means by this fraction. The calls of these children are then not exact for these texts, but the choice is
-    better on other texts, since a choice from few texts overfits.
+    most: the largest number of nodes. children: the largest number of children of a node. depths: numbers of levels.
+    longest: length of the longest chain, if larger than `depths`. sorts: the sorts of children to rate: True for the
+    likeliest tokens (both rules then accept the same nodes), False for sampled ones. others: more trees to rate.
+    shrunk: the fraction by which probabilities of likeliest children are moved towards their means. If it is above 0,
+    the calls of these children are not exact for these texts, but the choice is better on other texts: a choice from
+    few texts overfits. Attributes: accept, by sort, see `accept_of`; calls, by (rule, sort) and then by tree, the
+    expected calls (B,).
     """
 
     def __init__(
@@ -245,9 +250,9 @@ class Search:
         return dict(zip(shapes, calls_of(table, shapes), strict=True))
 
     def ranked(self, seconds: Seconds, branching: bool = False) -> list[RatedTree]:
-        """Return the fastest shape for each rule and sort of children, fastest first. seconds: gives the seconds of a
-        round that drafts a shape. branching: whether to consider only trees that are no chain; the result may be empty.
-        """
+        """Return the fastest tree for each rule and sort of children, fastest first. seconds: returns the seconds of a
+        round that drafts a tree. branching: whether to consider only trees that are not chains; the result may then be
+        empty."""
         tokens, best = int(self.distributions.lengths.sum()), []
         for (rule, sort), table in self.calls.items():
             taus = {
@@ -269,9 +274,9 @@ def table_of(
     accept: Tensor | None = None,
     samples: int = SAMPLES,
 ) -> Paths:
-    """Return the probabilities of all paths of these shapes under a rule. likeliest: whether children are the likeliest
-    tokens. accept: the result of `accept_of`, computed if None. samples: how often rejected children are drawn under
-    `traversal`."""
+    """Return the probabilities of all paths in these trees under a rule. shapes: the parents of each tree. likeliest:
+    whether children are the likeliest tokens. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C); None to
+    compute it. samples: how often rejected children are drawn under `traversal`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

@@ -1,8 +1,9 @@
-"""Shapes of draft trees: their expected calls on texts, their seconds per round, and trees grown from the expected
-calls.
+"""Shapes of draft trees: their expected target calls on texts, their seconds per round, and trees that are grown to
+save expected calls.
 
-accept (B, T, C) or (B, T, K, C), lengths (B,): as in `verify.predict_tree`, on texts of the target. B texts, T tokens
-of the longest, N nodes, S shapes. parents: as in `verify.tree`. Rounds are verified by `verify.tree`.
+accept (B, T, C) or (B, T, K, C), lengths (B,) and the reach: as in `verify.predict_tree`, on texts of the target. B
+texts, T tokens of the longest, N nodes, S trees, D levels. parents: as in `verify.tree`. Rounds are verified by the
+rule `tree`, unless stated otherwise.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 
 def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Return trees of every size up to `most` nodes, grown within each of the depths."""
+    """Return the parents of trees of every size up to `most` nodes, grown within each of the depths."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -34,13 +35,13 @@ def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tenso
 def grow(
     accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
 ) -> Parents:
-    """Return a tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the most calls, so
-    the first n nodes are the tree grown to n. The tree is smaller if no node can have another child. start: the first
-    nodes.
+    """Return the parents of a tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the
+    most expected calls, so the first n nodes are the tree grown to n nodes. The tree is smaller if no node can have
+    another child. start: the parents of the first nodes.
 
     The candidates of a step are the next child of every node. The `tries` candidates with the largest first-order gain
-    are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth cost the same, so
-    costs decide only between sizes and depths.
+    are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth take equally many
+    seconds per round, so seconds matter only for the choice of size and depth.
     """
     tables = [of_rounds(accept, level, lengths) for level in range(depth)]
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
@@ -56,11 +57,12 @@ def grow(
 
 
 def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dict[int, tuple[int, Tensor]]:
-    """Return the child that could be added to each node next: node -> (the child's depth, chances (B, T)).
+    """Return the next child that could be added to each node: by node, the child's depth (1-based) and its chances (B,
+    T).
 
-    Node -1 is the root. tables: probabilities of `accept` by level, see `predict_tree.of_rounds`. whole (B, T): ones.
-    chances: P(a round that starts at t reaches the child | text). Nodes at the largest depth, and nodes with all their
-    children, are left out.
+    Node -1 is the text's last token (the anchor). tables: for each level, the result of `predict_tree.of_rounds`. whole
+    (B, T): ones. chances: P(a round that starts at t accepts the child | the text). Nodes at the largest depth, and
+    nodes that already have all their children, are left out.
     """
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
@@ -77,11 +79,12 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 def gains(
     accept: Tensor, parents: Parents, nexts: dict[int, tuple[int, Tensor]], lengths: Tensor | None
 ) -> dict[int, float]:
-    """Return the calls that each candidate in `nexts` saves, to first order, by its node.
+    """Return the calls that each candidate saves, to first order, by the node that gets it. nexts: the result of
+    `candidates`.
 
-    A round at t that reaches the candidate is followed by a round at t + depth + 1 instead of t + depth. This saves
-    sum_t s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a
-    round starts at t.
+    If a round at t accepts the candidate, the next round starts at t + depth + 1 instead of t + depth. This saves sum_t
+    s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a round
+    starts at t.
     """
     reach = reach_tree(accept, parents, lengths)
     s, left = round_starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
@@ -94,8 +97,8 @@ def gains(
 
 
 def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected calls E_t from a round that starts at t to the text's end, 0 past it -> (B, T + K + 1). reach
-    (B, T, K+1): P(a round that starts at t accepts at least n drafts).
+    """Return the expected calls E_t from a round that starts at t to the text's end, (B, T + K + 1); 0 past the end.
+    reach (B, T, K+1): P(a round that starts at t accepts at least n drafts).
 
     E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
     """
@@ -114,11 +117,11 @@ def _calls(accept: Tensor, parents: Parents, lengths: Tensor | None) -> float:
 
 
 class Paths(NamedTuple):
-    """The probabilities of paths of child numbers. A node's effect on the expected calls depends only on its path, not
-    on the rest of the tree.
+    """The probabilities of paths of child numbers. A node's effect on a round depends only on its path, not on the rest
+    of the tree.
 
-    columns: path of child numbers -> index in `chances`. chances (B, T, N): P(a round that starts at t follows the text
-    to the end of a path | the text). lengths (B,): tokens of each text.
+    columns: by path of child numbers, the path's index in `chances`. chances (B, T, N): for each path, P(a round that
+    starts at t follows the text to the end of the path | the text). lengths (B,): number of tokens of each text.
     """
 
     columns: dict[tuple[int, ...], int]
@@ -127,13 +130,13 @@ class Paths(NamedTuple):
 
 
 def union(shapes: Iterable[Parents]) -> Parents:
-    """Return the smallest tree that contains all of these trees."""
+    """Return the parents of the smallest tree that contains all these trees."""
     return from_paths({path for shape in shapes for path in paths_of(shape)})
 
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
-    """Return the probabilities (B, T, N) of the nodes of the tree `whole` under the rule `tree`. Each is the product of
-    `accept` over the child numbers of the node's path."""
+    """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`: for each node, the product of
+    `accept` over the child numbers of its path. whole: the tree's parents."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -145,7 +148,8 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Return the expected calls (S, B) of each text with each shape. All paths of the shapes must be in `paths`."""
+    """Return the expected calls (S, B) with each tree on each text. shapes: the parents of S trees; `paths` must have
+    all their paths."""
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]
@@ -156,7 +160,7 @@ def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Return P(at least n nodes accepted) of each shape -> (S, B, T, D+1), for D levels of the deepest shape."""
+    """Return the reach (S, B, T, D+1) of each tree, with D levels of the deepest tree."""
     named = [paths_of(shape) for shape in shapes]
     deepest = max((len(path) for one in named for path in one), default=0)
     reach = paths.chances.new_zeros(len(shapes), *paths.chances.shape[:2], deepest + 1)
@@ -168,8 +172,8 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
 
 
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
-    """Return trees of 1, 2, ... `most` nodes within `depth` levels. Each is the previous tree plus the path of `paths`
-    that saves the most calls."""
+    """Return the parents of trees of 1, 2, ..., `most` nodes within `depth` levels. Each is the previous tree with one
+    more node: the path in `paths` that saves the most calls. There are fewer trees if `paths` has no further path."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
     for _ in range(most):
@@ -183,8 +187,8 @@ def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
 
 
 def every(most: int, children: int, depth: int) -> list[Parents]:
-    """Return every tree of 1 to `most` nodes, once each, with at most `children` children of a node and `depth` levels.
-    Nodes are numbered level by level."""
+    """Return the parents of every tree of 1 to `most` nodes, once each, with at most `children` children per node and
+    `depth` levels. Nodes are numbered level by level."""
     trees: dict[Parents, None] = {}
     edge: list[Parents] = [()]
     for _ in range(most):
@@ -194,7 +198,7 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
 
 
 def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Return every tree that has one more node than `tree`, see `every`."""
+    """Return the parents of every tree that has one more node than `tree`. children, depth: as in `every`."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
     return [
@@ -205,20 +209,20 @@ def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
 
 
 def probes(most: int, depth: int) -> list[Parents]:
-    """Return trees to time, with at most `most` nodes and `depth` levels. Some are deep, some wide, some both; the
-    first is a chain."""
+    """Return the parents of trees to time, with at most `most` nodes and `depth` levels. Some are deep, some wide, some
+    both; the first is a chain."""
     trees = {chain(min(most, depth)): None} | dict.fromkeys(PROBES)
     return [tree for tree in trees if len(tree) <= most and max(depths_of(tree)) <= depth]
 
 
 def fitted_seconds(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds:
-    """Return a function that gives the seconds of a round that drafts a tree. table: costs of rounds of chains. rounds:
-    timed rounds, by tree.
+    """Return a function from a tree's parents to the seconds of a round that drafts the tree. table: costs of rounds of
+    chains. rounds: timed rounds, by the tree's parents.
 
-    Drafting takes first + step * levels + node * (nodes that the draft reads beyond one per level); the three
-    coefficients are fitted to the timed rounds by least squares and are not negative. The target's pass and the rest
-    take the table's seconds for as many ids, times a ratio of real to table seconds. The ratio is interpolated between
-    the timed trees. The function raises ValueError for trees with more nodes than the table covers.
+    Drafting takes first + step * levels + node * (nodes that the draft reads in addition to one per level). The three
+    coefficients are fitted to the timed rounds by least squares, none below 0. The target pass and the rest take the
+    table's seconds for equally many ids, times the ratio of real to table seconds, interpolated between the timed
+    trees. The function raises ValueError for trees with more nodes than the table covers.
     """
     drafting = not_negative(np.array([_features(tree) for tree in rounds]), [one.draft for one in rounds.values()])
     target = _scaled(table.target, {tree: one.target for tree, one in rounds.items()})
@@ -228,7 +232,8 @@ def fitted_seconds(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds
         n = len(parents)
         if n >= len(table.target):
             raise ValueError(
-                f"costs of rounds are measured up to {len(table.target) - 1} drafts, but this tree has {n} nodes"
+                f"costs of rounds were measured up to {len(table.target) - 1} drafts, but this tree has {n} nodes: "
+                "give a smaller tree"
             )
         return float(drafting @ _features(parents)) + target(n) + rest(n)
 
@@ -236,16 +241,17 @@ def fitted_seconds(table: Costs, rounds: Mapping[Parents, RealRound]) -> Seconds
 
 
 def _features(parents: Parents) -> np.ndarray:
-    """Return [1 if there are drafts, number of levels, nodes above the last level minus one per level]."""
+    """Return three numbers for a tree: 1 if it has nodes, else 0; its number of levels; and the number of nodes above
+    its last level, minus one per such level."""
     depths = depths_of(parents)
     levels = max(depths, default=0)
     return np.array([float(levels > 0), levels, sum(depth < levels for depth in depths) - max(levels - 1, 0)])
 
 
 def _scaled(table: Sequence[float], rounds: Mapping[Parents, float]) -> Callable[[int], float]:
-    """Return a function that gives the seconds of a tree with n nodes: the table's seconds for n, times the ratio of
-    real to table seconds. The ratio is the mean over the timed trees of a size, interpolated between sizes. rounds:
-    seconds of the timed trees."""
+    """Return a function from n to the seconds for a tree with n nodes: table[n] times the ratio of real to table
+    seconds. The ratio is the mean over the timed trees of a size, interpolated between sizes. rounds: real seconds, by
+    the timed tree's parents."""
     factors: dict[int, list[float]] = {}
     for tree, seconds in rounds.items():
         factors.setdefault(len(tree), []).append(seconds / table[len(tree)])

@@ -1,1 +1,1 @@
-"""Models of Hugging Face, and how their passes are run. `LM` has one forward for rows of different lengths."""
+"""Hugging Face models, and how their passes are run. `LM` has one forward for rows of different lengths."""

@@ -1,12 +1,14 @@
-"""The KV cache. It stores keys and values in static slots, one row of slots per text. This module also computes the
-cache's size in bytes.
+"""The KV cache. It has one row per text. Each row has static slots, one for each token of the text. This module also
+computes the cache's size in bytes.
 
-Callers pass the length of each text. New keys and values are written at the positions of each row. Slots past a row's
-length are masked and later overwritten, so a chain is rolled back by a smaller length, without a copy. Active rows are
-[0, A) without a gap, so a pass over them reads plain views.
+Callers pass the length of each text. A pass writes new keys and values at each row's positions. Slots past a row's
+length are masked and later overwritten, so a smaller length is enough to roll back a chain; nothing is copied. Active
+rows are [0, A) without a gap, so a pass over them reads plain views.
 
-The slot of a text's token is its position. Each node of a tree of drafts has its own slot, although siblings have the
-same position; `keep` then moves the accepted path to the slots of its positions.
+The slot of a text's token is the token's position. Each node of a tree of drafts has its own slot, although siblings
+have the same position; `keep` then moves the accepted path to the slots of its positions.
+
+A rows of a pass, n ids per row, G heads of keys and values, S slots per row, D width of a head.
 """
 
 import json
@@ -31,9 +33,9 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 
 @dataclass
 class Window:
-    """What one pass writes and reads. low, high: the rows [low, high). positions (A, n): of the ids. start: the common
-    first position of all rows, None if rows differ. limit: the pass reads the slots before this one. branches: the
-    columns of a tree; None if slots are the positions."""
+    """The part of the cache that one pass writes and reads. low, high: the pass has the rows [low, high). positions (A,
+    n): of the ids. start: the first position if all rows have the same one, else None. limit: the pass reads the slots
+    [0, limit). branches: the columns of a tree; None if each token's slot is its position."""
 
     low: int
     high: int
@@ -49,8 +51,8 @@ class Window:
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Return the flat indices (A heads n) of the new tokens in a store with `heads` x `slots` entries per row. They
-        are computed once per pass."""
+        """Return the flat indices (A * heads * n,) of the new tokens in a tensor with `heads` times `slots` entries per
+        row. They are computed once per pass."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -61,8 +63,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """Return the window of the last n columns of a tree. anchor (A,): slots of the anchors. longest: the largest anchor
-    slot. low: the first row."""
+    """Return the window of the last n columns of a tree; column 0 is the anchor, the text's last token. anchor (A,):
+    the anchors' slots. longest: the largest of these. low: the first row."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -71,8 +73,8 @@ def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) 
 
 
 class SlotLayer(CacheLayerMixin):
-    """The keys and values of one layer. Both are (rows, heads, slots, head_dim), allocated at the first pass. window:
-    what the present pass writes and reads."""
+    """The keys and values of one layer, each (rows, G, slots, D), allocated at the first pass. window: what the present
+    pass writes and reads."""
 
     keys: Tensor
     values: Tensor
@@ -95,8 +97,8 @@ class SlotLayer(CacheLayerMixin):
         return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write keys and values (A, heads, n, head_dim) at the window's positions, and return views (A, heads, limit,
-        head_dim) of what the pass reads."""
+        """Write key_states and value_states (A, G, n, D) to the window's slots. Return views (A, G, limit, D) of the
+        keys and values that the pass reads."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -140,10 +142,10 @@ def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
 
 
 class SlotCache(Cache):
-    """A cache with one SlotLayer per decoder layer. All layers share the window of the pass in progress.
+    """A cache with one `SlotLayer` per decoder layer. All layers share the window of the present pass.
 
     slots: number of slots per row at first. context: the largest number of tokens per row, None for no bound. Only
-    drafts after a row's last token use slots past the context.
+    drafts use slots past the context.
     """
 
     def __init__(self, layers: int, rows: int, slots: int, context: int | None = None) -> None:
@@ -154,11 +156,11 @@ class SlotCache(Cache):
 
     def before_growth(self, listener: Callable[[], None]) -> None:
         """Register a bound method that is called before slots are added. The method should drop its references to keys
-        and values, which are replaced. It is referenced weakly, since its object refers to this cache."""
+        and values, since new tensors replace them. It is referenced weakly, since its object refers to this cache."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
-        """Set the window of the next pass. Slots are added if the pass reads past the end."""
+        """Set the window of the next pass. Slots are added first if the pass reads more than there are."""
         if window.limit > self.slots:
             for listener in self.listeners:
                 if (forget := listener()) is not None:
@@ -170,8 +172,8 @@ class SlotCache(Cache):
             layer.window = window
 
     def _slots_for(self, window: Window) -> int:
-        """Return the new number of slots: twice the old one, but at most the context. If the window ends past the
-        context, add room for the drafts of this pass."""
+        """Return the new number of slots per row: twice the old number, but at most the context. If the window ends
+        past the context, return the context plus room for this pass's drafts."""
         if self.context is None:
             return max(window.limit, 2 * self.slots)
         if window.limit <= self.context:
@@ -179,22 +181,23 @@ class SlotCache(Cache):
         return max(window.limit, self.context + window.positions.shape[1])
 
     def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of the first `rows` rows: two lists with a tensor for each layer."""
+        """Return the keys and the values of the first `rows` rows: two lists with one tensor (rows, G, S, D) per
+        layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move an accepted path of a tree in the rows [0, A) of every layer, see `move_path`."""
+        """Move the accepted path of a tree in the rows [0, A), in every layer. Arguments as in `move_path`."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` positions of slot `source` to slot `target`, in every layer."""
+        """Copy the first `length` slots of row `source` to row `target`, in every layer."""
         for layer in self.stores:
             layer.move(source, target, length)
 
     def clear(self, slot: int) -> None:
-        """Set the keys and values of a slot, which may contain NaN, to zero. Masked values are multiplied by 0, and 0
-        times NaN is NaN."""
+        """Set all keys and values of row `slot` to zero. They may contain NaN, and 0 times NaN is NaN even where they
+        are masked."""
         for layer in self.stores:
             if layer.is_initialized:
                 layer.keys[slot].zero_()
@@ -202,9 +205,9 @@ class SlotCache(Cache):
 
 
 def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
-    """Move the keys or values of accepted nodes, in place, to the slots after their row's anchor, in order. stores:
-    keys or values (A or more, G, S, D). start (A,): the anchors' slots. path (A, m): the nodes of each row's tree, -1
-    for no node."""
+    """Move the keys or values of accepted nodes to the slots after their row's anchor, in order and in place. stores:
+    tensors of keys or values (A or more, G, S, D). start (A,): the anchors' slots. path (A, m): the accepted nodes of
+    each row's tree, then -1."""
     row = torch.arange(len(path), device=path.device).unsqueeze(1)
     order = torch.arange(1, path.shape[1] + 1, device=path.device)
     start = start.unsqueeze(1)
@@ -215,15 +218,17 @@ def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
 
 
 def spare_slots(rows: int) -> int:
-    """Return how many slots an engine with this many rows adds for prompts that wait: half as many, at most 8."""
+    """Return the number of spare rows that an engine with `rows` rows adds for waiting prompts: half as many, rounded
+    up, at most 8; 0 for an engine of one row."""
     return min((rows + 1) // 2, MOST_SPARE) if rows > 1 else 0
 
 
 def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.dtype) -> int:
-    """Return the bytes of an engine's keys and values once a row has `length` tokens; 0 for a network without
-    attention. Those of cross-attention, which depend on the sources, are not counted.
+    """Return the bytes of an engine's keys and values once a text has `length` tokens; 0 for a network without
+    attention.
 
-    All slots, spare ones too, have the same size. It is doubled until the tokens fit, up to the model's context.
+    rows: the engine's rows without spare ones. Every row, spare ones too, has the same number of slots. That number is
+    doubled until `length` tokens fit, up to the model's context. Keys and values of cross-attention are not counted.
     """
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0
@@ -248,7 +253,7 @@ def token_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
 @lru_cache(64)
 def _stored(config_class: Any, settings: str) -> int:
     """Return how many numbers are stored per token. They are counted on a model on the meta device, since layers may
-    share stores. settings: the config in JSON."""
+    share keys and values. settings: the config in JSON."""
     config = config_class.from_dict(json.loads(settings))
     with torch.random.fork_rng(devices=[]), torch.device("meta"), torch.inference_mode():
         model = AutoModelForCausalLM.from_config(config).eval()
@@ -262,7 +267,7 @@ def _stored(config_class: Any, settings: str) -> int:
 
 
 def _by_config(config: PreTrainedConfig) -> int:
-    """Return the number of `_stored`, computed from the config alone."""
+    """Return how many numbers are stored per token, computed from the config alone."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * layers_of(config) * heads * size)

@@ -2,8 +2,8 @@
 
 Addresses and torch's version counters are not enough: `p.data.copy_(...)` and merging an adapter change values in place
 without changing the counter. Therefore a checksum reads every byte, once for each of two sums, at memory bandwidth. It
-detects a change of one element, which samples would miss. `Stamp`, which every call compares, computes one sum, and
-only if copies of the values exist.
+detects a change of one element; a check of samples would miss that. Every call compares a `Stamp`; this computes only
+one sum, and only if copies of the values exist.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Read the model's values once for all calls of `checksum` within the block. The caller must not change the
+    """Within the `with` block, read the model's values once for all calls of `checksum`. The caller must not change the
     model in the block."""
     outer = model in _UNCHANGED
     _UNCHANGED[model] = checksum(model)
@@ -36,7 +36,8 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def checksum(model: nn.Module) -> bytes:
-    """Return a checksum of every parameter and buffer, with dtype and shape, in order. Addresses do not count."""
+    """Return a checksum (16 bytes) of all parameters and buffers in order, with dtype and shape. Their addresses do not
+    count."""
     return _UNCHANGED.get(model) or _checksum(model)
 
 
@@ -44,10 +45,10 @@ class Stamp:
     """The state of a model at one time. It covers the model's modules, their parameters, forwards, hooks and numbers
     (such as a norm's epsilon), its config and its end tokens.
 
-    addresses: whether other code uses the addresses of the tensors, as a CUDA graph does; then addresses and torch's
-    change counters are compared too. values: whether copies of the values exist; then their bytes are summed too, since
-    torch does not count a change by `.data`. Tensors whose addresses are compared are referenced, so that no other
-    tensor gets the same address.
+    addresses: whether to compare the tensors' addresses and torch's change counters too; needed if other code uses the
+    addresses, as a CUDA graph does. values: whether to sum the values' bytes too; needed if copies of the values exist,
+    since torch does not count a change by `.data`. Tensors whose addresses are compared are referenced, so that no
+    other tensor gets the same address.
     """
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
@@ -56,7 +57,7 @@ class Stamp:
         self.seen = self._look(model)
 
     def holds(self, model: nn.Module) -> bool:
-        """Return whether the model is in the state that the stamp was made in."""
+        """Return whether the model is still in the state in which the stamp was made."""
         return self.seen == self._look(model)
 
     def _look(self, model: nn.Module) -> tuple[Any, ...]:
@@ -89,8 +90,8 @@ def _where(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def changes(tensors: Iterable[Tensor]) -> int:
-    """Return how often the tensors were changed, by torch's counters; 0 for tensors of inference mode, whose changes
-    torch does not count."""
+    """Return how often the tensors were changed, by torch's counters. Return 0 for tensors of inference mode; torch
+    does not count their changes."""
     try:
         return sum(t._version for t in tensors)
     except RuntimeError:
@@ -98,8 +99,8 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """Return a checksum of the model's parameters and buffers. once: whether to omit the sums of columns, which saves a
-    third of the time; then swapping two values in a row of `_sums`'s square is not detected."""
+    """Return a checksum of the model's parameters and buffers. once: whether to omit the sums of columns (see `_sums`).
+    This saves a third of the time, but two values that swap places within a row are not detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
@@ -113,8 +114,8 @@ def _checksum(model: nn.Module, once: bool = False) -> bytes:
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Yield plain tensors. For a sharded tensor this is the part of this process; for a quantised tensor, the tensors
-    that it wraps."""
+    """Yield plain tensors. A sharded tensor gives this process's part; a quantised tensor gives the tensors that it
+    wraps."""
     for tensor in tensors:
         data = tensor.detach()
         if hasattr(data, "to_local"):
@@ -126,10 +127,10 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
-    """Return sums, modulo 2^64, of a square whose entries are the tensor's bytes as 64-bit integers.
+    """Return sums of the tensor's bytes, read as 64-bit integers and laid out in a square. Sums are modulo 2^64.
 
-    There is a sum for each row and, unless `once`, for each column. Integers that do not fill the square are returned
-    as they are. Changing a value changes the sums, and so does moving one.
+    There is a sum for each row and, unless `once`, for each column. Integers that do not fill the square, and bytes
+    that do not fill an integer, are returned unchanged. Changing a value changes the sums, and so does moving one.
     """
     if tensor.is_meta:
         return []

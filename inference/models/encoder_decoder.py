@@ -1,12 +1,12 @@
 """The forward of an encoder-decoder. Its encoder runs once per source; the decoder runs as a causal LM does.
 
-The decoder's own keys and values are in the slots of a `SlotCache`. Those of cross-attention, computed from the
-encoder's states, are in the same slots of a `CrossStore`. transformers' decoders compute positions from one length of
-all rows. Rows here differ in length, and nodes of a tree share positions. Therefore hooks that are on the model during
-a pass give it the position of each id: in the table of positions (BART, Marian, Whisper), or as a position bias of the
-first layer, which all layers use (T5).
+The keys and values of the decoder's self-attention are in a `SlotCache`. The keys and values of cross-attention are
+computed from the encoder's states; they are in the same rows of a `CrossStore`. transformers' decoders compute
+positions from one length for all rows. Here rows differ in length, and nodes of a tree share positions. Therefore hooks
+give the model the position of each id during a pass: in the table of positions (BART, Marian, Whisper), or as a
+position bias of the first layer, which all layers use (T5).
 
-A rows, n ids per row, L slots, S ids or frames of the longest source, D width, H heads.
+A rows, n ids per row, L slots per row, S ids or frames of the longest source, D width, H heads.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,15 +26,15 @@ from inference.source import Source
 
 
 class Encoded(NamedTuple):
-    """The encoder's states of A sources. states (A, S, D). lengths: number of ids or frames of each source."""
+    """The encoder's states of A sources. states (A, S, D). lengths: for each source, its number of ids or frames."""
 
     states: Tensor
     lengths: list[int]
 
 
 class CrossLayer(CacheLayerMixin):
-    """The cross-attention keys and values of one layer. `stored` has both for all slots, (rows, H, S, head_dim) each;
-    `keys` and `values` are views of the rows of the present pass."""
+    """The cross-attention keys and values of one layer. `stored` has both for all rows, each (rows, H, S, head_dim).
+    `keys` and `values` are views of the present pass's rows."""
 
     stored: tuple[Tensor, Tensor]
 
@@ -57,8 +57,8 @@ class CrossLayer(CacheLayerMixin):
 
 
 class CrossStore(Cache):
-    """The cross-attention keys and values of every slot. They grow with the longest source. lengths: number of ids or
-    frames of the source in each slot."""
+    """The cross-attention keys and values of every row. They grow with the longest source. lengths: for each row, its
+    source's number of ids or frames."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.stores = [CrossLayer() for _ in range(layers)]
@@ -68,8 +68,9 @@ class CrossStore(Cache):
         self.seen: Tensor | None = None
 
     def write(self, low: int, parts: Sequence[tuple[Tensor, Tensor]], lengths: list[int]) -> None:
-        """Store the keys and values (A, H, S, head_dim) of every layer, `parts`, in slots low, low + 1, ... Entries
-        past a source are set to zero, since masked values must be finite."""
+        """Store keys and values in rows low, low + 1, ... parts: for each layer, its keys and values (A, H, S,
+        head_dim). Entries after a source's end are set to zero, since masked values must be finite. lengths: for each
+        source, its number of ids or frames."""
         high, width = low + len(lengths), parts[0][0].shape[2]
         for layer, part in zip(self.stores, parts, strict=True):
             if self.width == 0:
@@ -84,8 +85,8 @@ class CrossStore(Cache):
         self.lengths[low:high], self.width, self.aimed = lengths, max(width, self.width), None
 
     def aim(self, low: int, high: int) -> Tensor | None:
-        """Set the views to the rows [low, high). Returns which entries each row sees, (A, 1, 1, S) bool, or None if
-        every row sees all."""
+        """Set the views to the rows [low, high). Return a bool tensor (A, 1, 1, S) that is True for the entries that
+        each row sees, or None if every row sees all."""
         if self.aimed != (low, high):
             lengths = self.lengths[low:high]
             width, self.seen = max(lengths), None
@@ -100,25 +101,23 @@ class CrossStore(Cache):
         return self.seen
 
     def move(self, source: int, target: int) -> None:
-        """Copy slot `source` to slot `target`, in every layer."""
+        """Copy row `source` to row `target`, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[target] = store[source]
         self.lengths[target], self.aimed = self.lengths[source], None
 
     def clear(self, slot: int) -> None:
-        """Set the keys and values of a slot to zero, in every layer."""
+        """Set the keys and values of row `slot` to zero, in every layer."""
         for layer in self.stores:
             for store in layer.stored:
                 store[slot].zero_()
 
 
 class EncoderDecoder(Stock):
-    """The forward of transformers' decoder, with cross-attention to the source of each slot. rows: number of slots.
-
-    Raises ValueError for a decoder of another structure. Its logits are checked like those of every model
-    (`selfcheck`).
-    """
+    """The forward of transformers' decoder, with cross-attention to each row's source. rows: number of rows, spare ones
+    included. Raises ValueError for a decoder of another structure. Its logits are checked like every model's
+    (`selfcheck`)."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
         super().__init__(model, cache, context)
@@ -130,14 +129,14 @@ class EncoderDecoder(Stock):
         self.both.is_updated = dict.fromkeys(range(len(layers)), True)
 
     def encode(self, sources: Sequence[Source]) -> Encoded:
-        """Return the encoder's states of sources, computed in one pass. The sources are all ids or all features."""
+        """Return the encoder's states of the sources, computed in one pass. The sources are all ids or all features."""
         encoder: Any = self.model.get_encoder()
         lengths, inputs = padded_sources(self.model, sources)
         states: Tensor = encoder(**inputs).last_hidden_state
         return Encoded(states, [states.shape[1]] * len(states) if isinstance(sources[0], Tensor) else lengths)
 
     def store_source(self, low: int, encoded: Encoded) -> None:
-        """Compute the cross-attention keys and values from the encoder's states, and store them in slots low, low + 1,
+        """Compute the cross-attention keys and values from the encoder's states, and store them in rows low, low + 1,
         ..."""
         parts = [cross_attention(self.model, layer)(encoded.states) for layer in decoder_layers(self.model)]
         self.cross.write(low, parts, encoded.lengths)
@@ -164,14 +163,14 @@ class EncoderDecoder(Stock):
 
 
 class CrossProjections(NamedTuple):
-    """The modules of a decoder layer that compute the keys and values of its cross-attention. size: width of a head."""
+    """The modules of a decoder layer that compute its cross-attention's keys and values. size: width of a head."""
 
     keys: nn.Module
     values: nn.Module
     size: int
 
     def __call__(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values (A, H, S, size) for the encoder's states (A, S, D)."""
+        """Return the keys and values, each (A, H, S, size). states (A, S, D): the encoder's."""
         keys, values = (project(states).unflatten(-1, (-1, self.size)) for project in (self.keys, self.values))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
@@ -191,11 +190,12 @@ def cross_attention(model: PreTrainedModel, layer: nn.Module) -> CrossProjection
 
 
 def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[list[int], dict[str, Tensor]]:
-    """Return the lengths of sources, and the encoder's arguments by name. Ids are padded on the right and masked;
-    features all have one shape.
+    """Return each source's number of ids or frames, and the encoder's arguments by name: input_ids and attention_mask
+    (A, S), or input_features (A, F, T). Ids are padded on the right, with an attention mask; features all have one
+    shape.
 
-    A draft's encoder may read less than the target's: it reads ids that it lacks as its last id, and only the beginning
-    of a source that is too long for it.
+    A draft's encoder may support less than the target's: an id that it lacks becomes its last id, and a source that is
+    too long for it is cut at the end.
     """
     if isinstance(sources[0], Tensor):
         features = torch.stack([source for source in sources if isinstance(source, Tensor)])
@@ -213,8 +213,8 @@ def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[l
 
 
 def relative_bias(attention: Any, positions: Tensor, at: Tensor) -> Tensor:
-    """Return T5's bias (A, H, n, L) of tokens at positions (A, n). attention: T5's first self-attention module. at: the
-    positions of the tokens in the slots, (L,) or (A, 1, L)."""
+    """Return T5's attention bias (A, H, n, L) for tokens at positions (A, n). attention: T5's first self-attention
+    module. at, (L,) or (A, 1, L): the position of the token in each slot."""
     bucket = attention._relative_position_bucket(
         at - positions.unsqueeze(-1),
         bidirectional=False,
@@ -227,8 +227,8 @@ def relative_bias(attention: Any, positions: Tensor, at: Tensor) -> Tensor:
 
 @contextmanager
 def placed(decoder: nn.Module, window: Window, context: int) -> Iterator[None]:
-    """Give the decoder the positions of a window's ids, by hooks that are on it within the block. context: later
-    positions are read as the last one."""
+    """Within the `with` block, hooks give the decoder the positions of the window's ids. context: number of positions;
+    later ones are read as the last one."""
     positions = window.positions.clamp(max=context - 1)
     if isinstance(table := getattr(decoder, "embed_positions", None), nn.Module):
         handles = _in_table(table, positions)
@@ -247,7 +247,7 @@ def placed(decoder: nn.Module, window: Window, context: int) -> Iterator[None]:
 
 
 def _in_table(table: nn.Module, positions: Tensor) -> list[Any]:
-    """Hook a table of positions so that it returns its entries (A, n, D) at positions (A, n), and return the hooks'
+    """Hook a table of positions so that it returns its entries (A, n, D) at `positions` (A, n). Return the hooks'
     handles. Tables differ in the shapes that they accept, but all accept one row of positions."""
 
     def before(_: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -260,8 +260,8 @@ def _in_table(table: nn.Module, positions: Tensor) -> list[Any]:
 
 
 def own_inputs(model: PreTrainedModel, ids: Tensor, source: Source | None) -> dict[str, Tensor]:
-    """Return the keyword arguments of the model's own forward, by name. ids (B, n): texts of one source. source: that
-    source, or None for a causal LM."""
+    """Return the keyword arguments of the model's own forward, by name. ids (B, n): B texts. source: the source of all
+    these texts, or None for a causal LM."""
     if source is None:
         return {"input_ids": ids}
     _, inputs = padded_sources(model, [source])
@@ -283,27 +283,31 @@ def features_shape(model: PreTrainedModel) -> tuple[int, int] | None:
 
 
 def longest_source(model: PreTrainedModel) -> int | None:
-    """Return the largest number of ids that the model's encoder reads, or None if there is no limit, since relative
-    positions have no end."""
+    """Return the largest number of ids that the model's encoder reads. Return None for relative positions, which have
+    no limit."""
     return length_of(model.config) if hasattr(model.get_decoder(), "embed_positions") else None
 
 
 def refuse_other_sources(draft: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if the draft has an encoder that cannot read the target's sources."""
+    """Raise ValueError if the draft has an encoder that cannot read the target's sources. where: the start of the
+    message."""
     if not draft.config.is_encoder_decoder:
         return
     if not target.config.is_encoder_decoder:
-        raise ValueError(f"{where}: {type(draft).__name__} has an encoder, but the target has none")
+        raise ValueError(
+            f"{where}: {type(draft).__name__} has an encoder, but the target has none: give a causal LM as the draft"
+        )
     ours, theirs = (features_shape(model) or "token ids" for model in (draft, target))
     if ours != theirs:
         raise ValueError(
-            f"{where}: the encoder of {type(draft).__name__} reads {ours}, but the target's reads {theirs}"
+            f"{where}: the encoder of {type(draft).__name__} reads {ours}, but the target's reads {theirs}: give a "
+            "draft whose encoder reads the same"
         )
 
 
 def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
-    """Return a source without a meaning, for checks and timings: `length` token ids, or features. seed: sources with
-    other seeds differ."""
+    """Return a meaningless source, for checks and timings: `length` random token ids, or random features. seed: of the
+    random numbers."""
     shape, seeded = features_shape(model), torch.Generator().manual_seed(seed)
     if shape is None:
         return tuple(torch.randint(model.config.vocab_size, (length,), generator=seeded).tolist())
@@ -312,7 +316,7 @@ def any_source(model: PreTrainedModel, length: int, seed: int) -> Source:
 
 def same_encoder(draft: PreTrainedModel, target: PreTrainedModel, as_run: bool = True) -> bool:
     """Return whether both models have an encoder, with equal weights. as_run: whether dtype and device must be equal
-    too, so that the encoders' states are equal. Models on the meta device have no weights that could be equal."""
+    too, so that both encoders give equal states. False for models on the meta device, which have no weights."""
     if not (draft.config.is_encoder_decoder and target.config.is_encoder_decoder):
         return False
     if "meta" in (draft.device.type, target.device.type):

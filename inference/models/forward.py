@@ -1,6 +1,6 @@
 """The ways to run a model's passes: transformers' own forward, or the forward of `llama`, which needs fewer operations.
 
-A rows, n ids per row, L slots that are read, D width, V vocabulary.
+A rows, n ids per row, L slots read per row (a slot stores one token's keys and values), D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not
 
 
 def most_ids(window: Window) -> int:
-    """Return the largest number of ids per row for which a pass over this window is replayed."""
+    """Return the largest number of ids per row for which a pass over this window may be compiled or recorded."""
     return SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -37,28 +37,28 @@ class Forward(Protocol):
     scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        """Return the logits (A, n, V) and the states of `layers`. If `only` (A,) is given, the logits are (A, 1, V),
-        after that column of each row."""
+        """Return the logits (A, n, V), and the states of `layers`. only (A,): a column of each row; the logits are then
+        (A, 1, V), after this column. None for all columns."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """Run the pass without the head, so that keys and values are stored, and return the states of `layers`."""
+        """Run the pass without the head, to store keys and values. Return the states of `layers`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move an accepted path of a tree, see `cache.move_path`."""
+        """Move the accepted path of a tree. Arguments as in `cache.move_path`."""
 
     def head(self, states: Tensor) -> Tensor:
-        """Return logits (..., V) for states (..., D) after the final norm."""
+        """Return logits (..., V). states (..., D): after the final norm."""
 
 
 class Stock:
-    """The forward of transformers. context: positions past it have only padding, which is read as if at the last
-    position.
+    """The forward of transformers. context: number of positions; later ones have only padding, so they are read as the
+    last one.
 
-    A sliding window is a narrower mask over the same slots, which contain the whole text. Nothing is dropped, so a text
-    can be cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
+    A sliding window is a narrower attention mask over the same slots. These contain the whole text, so a text can be
+    cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
     """
 
     scale: Tensor | None = None
@@ -104,8 +104,8 @@ class Stock:
         )
 
     def _inside(self, window: Window) -> Window:
-        """Return the window with at most one slot past the context. Later slots hold only padding, and a table as long
-        as the context (MPT's biases) has no entries for them. The window of a tree, which may need these slots, is
+        """Return a window that reads at most one slot past the context. Later slots have only padding, and a table as
+        long as the context (MPT's biases) has no entries for them. The window of a tree, which may need these slots, is
         returned unchanged."""
         if window.limit <= self.context + 1 or window.branches is not None:
             return window
@@ -131,8 +131,8 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether its projections are
-    rounded, see `llama.int8`."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether to round the
+    projections, see `llama.int8`."""
 
     scale: Tensor | None = None
 
@@ -182,8 +182,8 @@ class Lean:
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A or 1, n, 1, head size) of the window's positions, from a table that grows with the
-        slots."""
+        """Return cos and sin, each (A or 1, n, 1, head size), at the window's positions. They come from a table that
+        grows with the slots."""
         self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
@@ -192,14 +192,16 @@ class Lean:
         return cos, sin
 
     def refresh(self, limit: int) -> None:
-        """Read the weights again if they have changed, and compute angles if there are fewer than `limit`."""
+        """Read the weights again if they have changed. Compute the table of angles again if it has fewer than `limit`
+        positions."""
         if self.state != llama.state(self.model, self.parameters):
             self._read_weights()
         if self.angles[0].shape[0] < limit:
             self._compute_angles()
 
     def mask(self, window: Window) -> Tensor | None:
-        """Return the mask (A, 1, n, L) to add to the scores, or None if every id sees all slots that are read."""
+        """Return the attention mask (A, 1, n, L) that is added to the scores, or None if every id sees all slots that
+        are read."""
         if window.limit - 1 == window.start:
             return None  # one id per row, which sees all slots that are read
         return additive(visible(window, self.model.device), self.shape.held)
@@ -211,14 +213,14 @@ _PREPARED: WeakKeyDictionary[PreTrainedModel, dict[Change, tuple[Origin, llama.W
 
 
 def origin_of(model: PreTrainedModel) -> Origin:
-    """Return the address and change counter of every weight, and a checksum of the values, which is needed because
-    torch does not count every change."""
+    """Return the address and change counter of every weight, and a checksum of the values. The checksum is needed
+    because torch does not count every change."""
     return [(p.data_ptr(), changes([p])) for p in model.parameters()], checksum(model)
 
 
 def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
-    """Return the model's weights, with rounded or packed copies made by `change` (None for none). Copies are computed
-    once for all users of the model, and again when its weights have changed."""
+    """Return the model's weights after `change`, which makes rounded or packed copies; None for the weights themselves.
+    Copies are computed once for all users of the model, and again when its weights have changed."""
     weights, copies = llama.weights_of(model), _PREPARED.setdefault(model, {})
     if change is None:
         return weights
@@ -229,8 +231,8 @@ def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """Return the fastest attention function for a mask (A, 1, n, L), see `llama.states_of`. None means that every token
-    sees all slots."""
+    """Return the fastest attention function for a mask, see `llama.states_of`. mask (A, 1, n, L): added to the scores;
+    None if every token sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -239,20 +241,21 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked_columns(states: Tensor, only: Tensor) -> Tensor:
-    """Return the columns `only` (A,) or (A, m) of each row: (A, 1 or m, ...) of states (A, n, ...)."""
+    """Return some columns of each row: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A, n,
+    ...)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """Return the states (A, n, D) of rows low, low + 1, ... times their rows of scale (rows, D); unchanged if `scale`
-    is None."""
+    """Return states (A, n, D) times the scale of their rows. scale (rows, D): of all rows; None returns the states
+    unchanged. low: the first row of the states."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
-    """Return which slots a token sees, (A, 1, n, limit) bool: those up to its own position. width: only the last
-    `width` of these. chunk: only those in the same chunk of `chunk` positions."""
+    """Return a bool tensor (A, 1, n, limit): the slots that each token sees, up to its own position. width: if given,
+    only the last `width` of these. chunk: if given, only those in the same chunk of `chunk` positions."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -260,8 +263,8 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """Return which slots tokens at positions (A, n) see, (A, 1, n, L) bool, see `visible`. slots: their positions, (L,)
-    or (A, 1, L)."""
+    """Return a bool tensor (A, 1, n, L): the slots that tokens at positions (A, n) see. slots, (L,) or (A, 1, L): the
+    position of the token in each slot. width, chunk: as in `visible`."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -273,9 +276,9 @@ def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk:
 def seen_on_paths(
     positions: Tensor, slots: Tensor, branches: Branches, width: int | None = None, chunk: int | None = None
 ) -> Tensor:
-    """Return which slots the nodes of a tree see, (A, 1, n, L) bool: the text up to the anchor, their ancestors and
-    themselves. positions (A, n): of the nodes. slots (L,): their numbers. width and chunk count positions along a
-    node's path, not slots."""
+    """Return a bool tensor (A, 1, n, L): the slots that the nodes of a tree see, which are the text up to the anchor
+    (the text's last token), their ancestors and themselves. positions (A, n): of the nodes. slots (L,): the numbers of
+    the slots. width, chunk: as in `visible`, counted in positions along a node's path, not in slots."""
     column = _columns(slots, branches)
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
@@ -284,7 +287,8 @@ def seen_on_paths(
 
 
 def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the positions (A, 1, L) of the tokens in slots (L,), in a pass over a tree whose depths are known."""
+    """Return the positions (A, 1, L) of the tokens in slots (L,), for a pass over a tree. `branches.depths` must be
+    known."""
     assert branches.depths is not None
     column = _columns(slots, branches)
     depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
@@ -292,11 +296,12 @@ def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def _columns(slots: Tensor, branches: Branches) -> Tensor:
-    """Return, for each slot (L,), which column of the tree is in it, (A, L); 0 for the text up to the anchor."""
+    """Return the tree's column in each slot, (A, L); 0 for slots of the text up to the anchor. slots (L,): the numbers
+    of the slots."""
     return (slots - branches.anchor).clamp(0, MOST_NODES + 1)
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to scores: 0 for slots that are seen, else the lowest number of the dtype. It is computed
-    once; every layer would convert a bool mask again."""
+    """Return an attention mask to add to scores: 0 where `seen` (bool) is True, else the lowest number of the dtype.
+    Computed once; from a bool mask, every layer would compute it again."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -2,15 +2,15 @@
 prepares their weights, and defines the pass as a function of tensors.
 
 The time of a pass over a few ids depends on the number of operations, not on their size. transformers' modules launch
-some sixty per layer. Here a layer is two norms, four matrix products (query, key and value in one, gate and up in one),
-one rotation and one attention, on the model's own weights. Projections that are applied together are copied into one
-tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training still
-changes them. Two functions store more: `packed` adds a second copy of each projection, and `int8` returns rounded
-copies (`packing` has the kernels of the first). The pass is a function of tensors, so it is compiled once for all
-models of a shape (`compiled`).
+some sixty per layer. Here a layer is two norms, four matrix products, one rotation and one attention, on the model's
+own weights. Query, key and value are one product, gate and up another. Projections that are applied together are copied
+into one tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training
+still changes them. Two functions store more: `packed` adds a second copy of each projection (see `packing`), and `int8`
+returns rounded copies. The pass is a function of tensors, so that `replay` can compile or record it.
 
 Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
-read. A group has H/G query heads.
+read (a slot stores one token's keys and values), W = width of the model. Each key/value head serves a group of H/G
+query heads.
 """
 
 import copy
@@ -42,9 +42,9 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class Linear(NamedTuple):
-    """A projection. weight (out, in). bias (out,), or None. scale (out,): for int8, row r of the weight represents
+    """A projection. weight (out, in). bias (out,), or None. scale (out,): for an int8 weight, whose row r means
     scale[r] * weight[r]; None for other dtypes. packed: the same product with a second copy of the weight, see
-    `packing`."""
+    `packing`; None without a copy."""
 
     weight: Tensor
     bias: Tensor | None
@@ -62,15 +62,16 @@ class Linear(NamedTuple):
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes of the weight and its scale that a product reads."""
+        """Return the bytes of the weight and of its scale that one product reads."""
         scale = 0 if self.scale is None else self.scale.nbytes
         return scale + (self.weight.nbytes if self.packed is None else self.packed.width * self.weight.numel())
 
 
 class Layer(NamedTuple):
-    """The weights of one decoder layer. first, second: those of the norms before attention and before the MLP. qkv: the
-    projections of queries, keys and values, joined. gate_up: those of the MLP's gate and up, joined. q_norm, k_norm:
-    those of the norms of queries and keys, None without such norms."""
+    """The weights of one decoder layer. first, second (W,): of the norms before attention and before the MLP. qkv: the
+    joined projection of queries, keys and values. out: the projection after attention. gate_up: the MLP's gate and up,
+    joined. down: the MLP's last projection. q_norm, k_norm (D,): of the norms of queries and keys, None without such
+    norms."""
 
     first: Tensor
     qkv: Linear
@@ -83,8 +84,9 @@ class Layer(NamedTuple):
 
 
 class Small(NamedTuple):
-    """The weights of a `SmallHead`. up: from states, or from the results of `down`, to the rows of the head. down: for
-    a head of low rank, else None. known (Vd,): the ids of the rows, None if all `size` ids have a row."""
+    """The weights of a `SmallHead`. down: the first factor of a low-rank head, None for a full-rank head. up: from
+    states, or from the results of `down`, to one logit per row of the head. known (Vd,): the token id of each row, None
+    if all `size` ids have a row."""
 
     up: Linear
     down: Linear | None
@@ -104,8 +106,8 @@ class Weights(NamedTuple):
 
 
 class ModelShape(NamedTuple):
-    """The shape of a model. heads: H. groups: G. size: D. scale: factor of the attention scores. eps: that of the
-    norms. held: dtype of keys and values."""
+    """The shape of a model. heads: H. groups: G. size: D. scale: factor of the attention scores. eps: of the norms.
+    held: dtype of the stored keys and values."""
 
     heads: int
     groups: int
@@ -126,13 +128,13 @@ def states_of(
     layers: Collection[int] = (LAST,),
     stored: bool = False,
 ) -> dict[int, Tensor]:
-    """Return the states (A, n, W) of `layers` for ids (A, n), see `passes`; W is the width. Layers after the last of
-    `layers` do not run.
+    """Return the states (A, n, W) of `layers` for ids (A, n), by layer (numbered as in `passes`). Decoder layers that
+    these states do not need do not run.
 
     cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), and
-    returns all that it may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`; queries (A, H, n, D) ->
-    (A, n, H D). stored: whether all layers run, so that all keys and values are stored; the last layer then stops after
-    storing them unless its states are in `layers`.
+    returns all keys and values that the layer may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`,
+    from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and values. The last layer
+    then stops after storing them if its states are not needed.
     """
     x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
@@ -157,15 +159,16 @@ def states_of(
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
     """Return attention (A, n, H D), computed by torch's own kernels. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1, n,
-    L): added to the scores; None if all slots are visible."""
+    L): the attention mask, added to the scores; None if all slots are visible."""
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return attention as `flash` does, computed by two batched products over each group of heads. mask (A G, H/G n,
-    L): see `grouped`. It is for a few ids per row on a CPU, for which torch's kernel takes 1.5 times as long."""
+    """Return attention as `flash` does, computed by two batched products over each group of heads. q, k, v: as in
+    `flash`. mask (A G, H/G n, L): see `grouped`. Use it for a few ids per row on a CPU; torch's kernel takes 1.5 times
+    as long there."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -173,22 +176,22 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return a mask (A, 1, n, L) copied for every head: (A G, H/G n, L)."""
+    """Return an attention mask (A, 1, n, L) copied for every head: (A G, H/G n, L)."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x divided by its root mean square, times the weight, with the rounding of transformers' modules: float32
-    inside, and the weight applied afterwards."""
+    """Return x (..., W) divided by its root mean square, times weight (W,). It rounds as transformers' modules do: it
+    divides in float32, then converts back, then applies the weight."""
     wide = x.to(torch.float32)
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
 
 
 def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries (A, n, H, D), keys and values (A, n, G, D) of states (A, n, H+2G, D). Queries and keys are
-    normalised if the layer has such norms, then rotated. cos, sin (A or 1, n, 1, D): see `angles`."""
+    """Return queries (A, n, H, D), keys and values (A, n, G, D). states (A, n, H+2G, D): all three, joined. Queries and
+    keys are normalised if the layer has such norms, then rotated. cos, sin (A or 1, n, 1, D): see `angles`."""
     turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = turned.split((shape.heads, shape.groups), 2)
@@ -199,12 +202,13 @@ def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tens
 
 
 def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Return attention (A, n, H D) as `flash` does, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask: from
-    `folded_mask`, or None if all slots are visible.
+    """Return attention (A, n, H D) as `flash` does, for an accelerator. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1,
+    H/G n, L): from `folded_mask`, or None if all slots are visible.
 
-    Torch's flash kernel supports no mask, and its memory-efficient kernel supports no groups. For a call with both,
-    most GPUs run separate products and a softmax, over keys and values copied for every head. Here the heads of a group
-    are laid out along the query length, so there are no groups, and one kernel reads keys and values once per group.
+    Torch's flash kernel supports no attention mask, and its memory-efficient kernel no groups of heads. For a call with
+    a mask and groups, most GPUs run separate products and a softmax, over keys and values copied for every head. Here
+    the heads of a group are laid out along the query length, so there are no groups, and one kernel reads keys and
+    values once per group.
     """
     A, H, n, D = q.shape
     G = k.shape[1]
@@ -213,7 +217,8 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
 
 
 def folded_mask(mask: Tensor, heads: int) -> Tensor:
-    """Return a mask (A, 1, n, L) copied for each of the heads of a group: (A, 1, heads n, L). heads: H/G."""
+    """Return an attention mask (A, 1, n, L) copied for each of the H/G heads of a group: (A, 1, H/G n, L). heads:
+    H/G."""
     A, _, n, L = mask.shape
     wide = torch.zeros(A, heads, n, -(-L // ALIGNED) * ALIGNED, dtype=mask.dtype, device=mask.device)
     wide[..., :L] = mask
@@ -221,8 +226,8 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
 
 
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (slots, D) of all positions, from the model's own rotary module. `sin` has the sign of the
-    rotation by `roll`."""
+    """Return cos and sin (slots, D) at positions 0, 1, ..., from the model's own rotary module. `sin` already has the
+    signs that a rotation by `roll` needs."""
     body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
@@ -249,8 +254,8 @@ def applies(model: PreTrainedModel) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Return whether a module has hooks that may change what it computes. Those of transformers, which a pass with
-    `output_hidden_states` leaves behind, only record."""
+    """Return whether a module has hooks that may change what it computes. Hooks that a pass of transformers with
+    `output_hidden_states` leaves behind only record; they do not count."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     return any(getattr(hook, "__module__", None) != RECORDING for hook in hooks)
 
@@ -262,9 +267,9 @@ def small_of(model: PreTrainedModel) -> SmallHead | None:
 
 
 def _known(model: PreTrainedModel) -> bool:
-    """Return whether the model and all its parts are of transformers' own classes for one of `FAMILIES`, or of torch's.
-    The head may be a `SmallHead` instead, and there may be a `MarkovHead`, which no forward reads. A class of another
-    module may have the same name but a different forward."""
+    """Return whether the model is of one of `FAMILIES`, with parts of transformers' classes for this family or of
+    torch's classes. Two other parts are allowed: a `SmallHead` as the head, and a `MarkovHead`, which no forward reads.
+    Modules are compared, since a class of another module may have the same name but a different forward."""
     home = type(model).__module__
     ours = home.startswith("transformers.models.") and type(model).__name__ in FAMILIES
     small, markov = small_of(model), markov_of(model)
@@ -287,8 +292,8 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def weights_of(model: PreTrainedModel) -> Weights:
-    """Return the model's own weights, with projections joined: the model's parameters become views of the joined
-    tensors."""
+    """Return the model's own weights, with projections joined. The model's parameters become views of the joined
+    tensors, in place."""
     body: Any = model.base_model
     top: Any = model.lm_head
     # the joined weights stay inference tensors or normal ones, as the parameters were: the two must not be mixed
@@ -324,14 +329,14 @@ def _data(parameter: Tensor | None) -> Tensor | None:
 
 
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
-    """Return several projections as one. The modules' own weights become views of it."""
+    """Return several projections as one. The modules' own weights become views of it, in place."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
     return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
-    """Return one tensor with the rows of all parts, in order. The parts become views of that tensor, unless they are
-    already."""
+    """Return one tensor with the rows of all parts, (out, in) or (out,), in order. The parts become views of it, in
+    place, unless they are already."""
     rows = [len(part) for part in parts]
     if _adjacent(parts):
         return parts[0].data.as_strided((sum(rows), *parts[0].shape[1:]), parts[0].stride())
@@ -351,21 +356,21 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` works for the model here."""
+    """Return whether `int8` works for this model on this machine."""
     return has_kernel(model) and applies(model)
 
 
 def has_kernel(model: PreTrainedModel) -> bool:
     """Return whether the kernel for rounded weights can run all linear layers of the model. The kernel runs on a CPU
     and reads bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past
-    the end of a row. Layers of another dtype than the model's are not rounded."""
+    the end of a row. Only bfloat16 layers are rounded, so other layers do not count."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
 def int8(weights: Weights) -> Weights:
-    """Return a copy of the weights, every projection rounded to 8 bits with one bfloat16 scale per output. The model is
-    unchanged."""
+    """Return a copy of the weights in which every projection is rounded to 8 bits, with one bfloat16 scale per output.
+    The model is unchanged."""
     return _each(weights, _rounded)
 
 
@@ -375,7 +380,7 @@ def _rounded(linear: Linear) -> Linear:
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return numbers (out, in) int8, from -127 to 127, and scale (out,) bfloat16 for a weight (out, in): row r of the
+    """Return a weight (out, in) as int8 numbers (out, in) from -127 to 127 and a bfloat16 scale (out,). Row r of the
     weight is about scale[r] * numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
@@ -384,15 +389,15 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """Return a weight (out, in) rounded to the numbers that `int8_rows` can represent, in its own dtype."""
+    """Return a weight (out, in) rounded to values that `int8_rows` can represent, in the weight's own dtype."""
     numbers, scale = int8_rows(weight)
     return (numbers.float() * scale.float().unsqueeze(1)).to(weight.dtype)
 
 
 @torch.no_grad()
 def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
-    """Round the projections of a model, in place, and return the model. Embeddings are not rounded, even if they are
-    tied to the head. The config then names the method, so that `LM` runs the model with int8 weights where it can."""
+    """Round the model's projections, in place, and return the model. Embeddings are not rounded, even if they are tied
+    to the head. The config then names this quantisation, so that `LM` runs the model with int8 weights if it can."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(rounded(module.weight), requires_grad=False)  # a tied embedding stays
@@ -415,14 +420,14 @@ class RoundedLinear(nn.Module):
 
 
 def sharing_copy(network: Network) -> Network:
-    """Return a copy of a network that shares the network's weights. Its parameters are new objects, since the compiler
-    takes a parameter that it has seen for a constant."""
+    """Return a copy of a network that shares its weights. The copy's parameters are new objects: the compiler treats a
+    parameter that it has already seen as a constant."""
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 
 
 def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a linear layer with weights that the kernel can round, in bfloat16."""
+    """Return whether a module is a linear layer in bfloat16, so that the kernel for rounded weights can run it."""
     return isinstance(module, nn.Linear) and module.weight.dtype == torch.bfloat16
 
 
@@ -433,8 +438,8 @@ def rounded_copy(network: Network) -> Network:
 
 
 def packed_copy(network: Network) -> Network:
-    """Return a copy of a network whose linear layers are `PackedLinear` where `packing.pack` has a copy of the weight.
-    It shares the weights. If no layer has such a copy, return the network itself."""
+    """Return a copy of a network that shares its weights. Linear layers whose weight `packing.pack` can copy become
+    `PackedLinear`. If there are none, return the network itself."""
     copied = _with_linears(network, PackedLinear.of)
     return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
@@ -457,8 +462,7 @@ class PackedLinear(nn.Module):
 
 
 def _with_linears(network: Network, change: Callable[[nn.Linear], nn.Module]) -> Network:
-    """Return a copy of a network, sharing its weights, in which each linear layer is replaced by `change` of that
-    layer."""
+    """Return a copy of a network, sharing its weights, in which `change(layer)` replaces each linear layer."""
     copied = sharing_copy(network)
     for module in [*copied.modules()]:
         for name, child in [*module.named_children()]:
@@ -473,7 +477,7 @@ def are_packed(weights: Weights) -> bool:
 
 
 def projections(weights: Weights) -> list[Linear]:
-    """Return all projections, those of the head last."""
+    """Return all projections, the head's last."""
     heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
     parts = [part for layer in weights.layers for part in layer] + heads
     return [part for part in parts if isinstance(part, Linear)]
@@ -485,7 +489,7 @@ def packed(weights: Weights) -> Weights:
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """Return the weights with each projection replaced by `change` of that projection."""
+    """Return the weights with `change(projection)` in place of each projection."""
     layers = [
         layer._replace(
             qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)

@@ -1,5 +1,5 @@
-"""Language models of Hugging Face with one forward for rows of different lengths. `LM` has slots for the rows; prompts,
-and the sources of an encoder-decoder, are stored in these."""
+"""Language models of Hugging Face with one forward for rows of different lengths. An `LM` has a cache with one row per
+text. A row's slots store one token each; other modules call a whole row of the cache a slot."""
 
 import math
 import warnings
@@ -27,7 +27,7 @@ from inference.verify.tree import Tree
 
 def takes_int8(model: PreTrainedModel) -> bool:
     """Return whether `LM` can run the model with int8 weights here. Only `llama`'s forward can, so its logits must
-    agree with those of the model's own forward; if they do not, this warns once per model."""
+    agree with the logits of the model's own forward. If they do not, this warns once per model."""
     return can_round(model.eval()) and lean_agrees(model, longest_text(model.config))
 
 
@@ -35,23 +35,24 @@ CHUNK = 512  # positions of a pass that stores prompts
 
 
 class LM:
-    """A causal LM or an encoder-decoder with slots for `rows` sequences. The model is used unchanged; it is never cast
-    or moved. The texts of an encoder-decoder are those of its decoder; `encode` gives slots their sources.
+    """A causal LM or an encoder-decoder with a cache of `rows` rows. The model is used unchanged; it is never cast or
+    moved. For an encoder-decoder, texts are its decoder's texts; `encode` stores their sources.
 
-    vocabulary: ids in [0, V) have mass; None for all of the model's. Logits past V (padded vocabulary rows) are cut,
-    and missing logits are -inf. Ids that the model lacks are read as its last id (acceptance may fall, the text stays
-    exact).
+    vocabulary: V, the number of ids that have mass; None for the model's own number. Logits of later ids (padded
+    vocabulary rows) are cut, and missing logits are -inf. Ids that the model lacks are read as its last id; acceptance
+    may fall, but the text stays exact.
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
     stock: whether to run transformers' own forward even if `llama` supports the model. compile: whether to compile
-    short passes, or on a GPU to record them as CUDA graphs (`replay`); None for only on a GPU. int8: whether to round
-    weights to 8 bits; this is for a draft, since a rounded target has another distribution. A model of
-    `llama.in_int8_rows`, which is rounded already, is run with int8 weights if it can be. spare: number of slots after
-    those of the rows, for waiting prompts. cache: the cache of a larger LM whose first layers are this model; both use
-    the same keys and values. scaled: whether to multiply the states that the head reads by each row's `scale` (rows +
-    spare, D), which starts at ones and is written by the caller.
+    short passes on a CPU, or record them as CUDA graphs on a GPU (`replay`); None for only on a GPU. int8: whether to
+    round weights to 8 bits; this is for a draft, since a rounded target has another distribution. A model that
+    `llama.in_int8_rows` has rounded runs with int8 weights if it can. spare: number of further rows of the cache, for
+    waiting prompts. cache: the cache of a larger LM, whose first layers are this model; both then use the same keys and
+    values. None for a new cache. scaled: whether to multiply the states that the head reads by each row's `scale` (rows
+    + spare, D), which starts at ones and is written by the caller.
 
-    Raises ValueError for an attention implementation or a state that rows of different lengths cannot use.
+    Raises ValueError if rows of different lengths cannot use the model's attention implementation or its state, and for
+    int8 weights or a context that the model cannot have.
     """
 
     def __init__(
@@ -100,9 +101,9 @@ class LM:
 
     @property
     def stale(self) -> bool:
-        """Return whether the model has changed so that a new LM is needed (weights, adapters, hooks, modules, config).
-        Each call of an engine checks this once. The check takes 2 ms for 135 M parameters; with packed copies a third
-        of a pass."""
+        """Return whether the model has changed (weights, adapters, hooks, modules, config), so that a new LM is needed.
+        Each call of an engine checks this once. It takes 2 ms for 135 M parameters; with packed copies, a third of a
+        pass."""
         if any(module.training for module in self.model.modules()):
             self.model.eval()
         return not self.stamp.holds(self.model)
@@ -162,8 +163,9 @@ class LM:
         return isinstance(self.run, EncoderDecoder)
 
     def encode(self, low: int, sources: Sequence[Source], encoded: Encoded | None = None) -> None:
-        """Run the encoder on `sources` in one pass, and store the decoder's cross-attention keys and values in slots
-        low, low + 1, ... encoded: the states of an equal encoder; then this model's encoder does not run."""
+        """Run the encoder on `sources` in one pass, and store the cross-attention keys and values in rows low, low + 1,
+        ... encoded: the states of an encoder with equal weights; then this model's encoder does not run. None to run
+        it."""
         assert isinstance(self.run, EncoderDecoder), "LM.encode of a model without an encoder"
         self.encoded = self.run.encode(sources) if encoded is None else encoded
         self.run.store_source(low, self.encoded)
@@ -179,19 +181,20 @@ class LM:
         states: Layers = (),
         tree: Tree | None = None,
     ) -> Pass:
-        """Run one pass over ids (A, n) of slots [low, low + A), at positions start_b, start_b + 1, ... of row b.
+        """Run one pass over ids (A, n) in the rows [low, low + A), from position start[b] on in row b.
 
-        Returns logits (A, n, V), and the states (A, n, D) of the layers `states`, see `passes`. If passes are CUDA
-        graphs, the next pass of this LM overwrites both: copy them if they are needed later. Entries of a row past its
-        tokens are computed from the padding ids; the row's next pass overwrites their keys and values. only (A,):
-        return logits (A, 1, V), after this column of each row. at (A,): `start` as a tensor, if it is already on the
-        device.
+        Returns logits (A, n, V), and the states (A, n, D) of the layers in `states`, see `passes`. If passes are CUDA
+        graphs, the next pass of this LM overwrites both: copy them if they are needed later. Results after a row's last
+        token come from padding ids and have no meaning; the row's next pass overwrites their keys and values. only
+        (A,): a column of each row; the logits are then (A, 1, V), after this column. at (A,): `start` as a tensor, if
+        it is already on the device.
 
-        tree: then ids are the anchor and the nodes of a tree of drafts (Miao et al. 2023, 2305.09781), or the last n of
-        these, if earlier passes stored the others. Node i is written to slot start_b + 1 + i. Its position is start_b
-        plus its depth. It sees the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path
-        to the slots of its positions. Raises ValueError for a layer that the model lacks, and if the model's code
-        supports no states or no trees.
+        tree: if given, the ids are the anchor (the text's last token) and the nodes of a tree of drafts (Miao et al.
+        2023, 2305.09781), or the last n of these if earlier passes stored the others. start[b] is then the anchor's
+        position. Node i is written to slot start[b] + 1 + i. Its position is start[b] plus its depth (1-based). It sees
+        the text up to the anchor, its ancestors and itself. `keep` then moves an accepted path to the slots of its
+        positions. Raises ValueError for a layer that the model lacks, and if the model's code cannot give states or run
+        trees.
         """
         of_each = only if ids.shape[1] > 1 else None  # with one id per row there is nothing to choose
         window = self._aimed(ids, start, low, at, tree)
@@ -209,13 +212,14 @@ class LM:
         K: int,
         greedy: bool,
     ) -> Drafts | None:
-        """Return K drafts per row and their distributions in one call. Return None if the call cannot be replayed:
-        passes are neither compiled nor recorded, the round cannot be, or drafts may be ids that the model lacks. The
-        next call may overwrite the results.
+        """Return K drafts per row (A, K) and their distributions (A, K, V), in one call. Return None if this cannot be
+        compiled or recorded: passes are not, the round cannot be, or drafts may be ids that the model lacks. The next
+        call may overwrite the results.
 
         round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
-        of the model, a function of tensors. given: its inputs, by name. ids (A, n): what its first pass reads, in slots
-        [0, A). limit: number of slots that its passes read. greedy: whether it drafts the likeliest tokens.
+        of the model, a function of tensors. given: inputs of `run`, by name. ids (A, n): what the first pass reads, in
+        the rows [0, A). limit: number of slots per row that the passes read. greedy: whether `run` drafts the likeliest
+        tokens.
         """
         if not isinstance(self.run, Replayed) or self.vocabulary > self.size:
             return None
@@ -225,7 +229,8 @@ class LM:
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """Run `forward` without the head, to store prompts, and return the states of the layers `states`."""
+        """Run `forward` without the head, to store prompts, and return the states (A, n, D) of the layers in
+        `states`."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -242,24 +247,25 @@ class LM:
         Elhoushi et al. 2024, 2404.16710). Other arguments as in `forward`. Raises ValueError for more layers than the
         model has.
 
-        Keys and values of these layers are stored. Those of later layers are out of date at these positions until a
-        whole pass writes them.
+        The pass stores keys and values of these layers. The later layers' keys and values are out of date at these
+        positions until a whole pass writes them.
         """
         if not 0 < layers <= self.depth:
             raise ValueError(
-                f"layers={layers}: set layers= from 1 to {self.depth}, which {type(self.model).__name__} has"
+                f"layers={layers}: set layers= from 1 to {self.depth}, the number that {type(self.model).__name__} has"
             )
         self.check.states((layers,))
         return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
         """Move the keys and values of accepted nodes of a tree to the slots after their anchor, so that slots are
-        positions again. Call it after a pass over the tree. start: positions of the anchors. path (A, m): the nodes of
-        each row, parents before children, then -1. at (A,): `start` as a tensor, if it is already on the device."""
+        positions again. Call it after a pass over the tree. start: the anchors' positions. path (A, m): the accepted
+        nodes of each row, parents before children, then -1. at (A,): `start` as a tensor, if it is already on the
+        device."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
-        """Return logits (..., V) for states (..., D) after the final norm."""
+        """Return logits (..., V). states (..., D): after the final norm."""
         return fitted(self.run.head(states.to(self.dtype)), self.vocabulary)
 
     def embedded(self, ids: Tensor) -> Tensor:
@@ -268,12 +274,12 @@ class LM:
         return embeddings
 
     def no_states(self, rows: int, layers: Layers) -> States:
-        """Return the states of no tokens, (rows, 0, D) for each of the layers."""
+        """Return empty states: (rows, 0, D) for each layer of `layers`, by layer."""
         width = self.model.config.get_text_config().hidden_size
         return {layer: torch.empty(rows, 0, width, dtype=self.dtype, device=self.device) for layer in layers}
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Return the ids with those that the model lacks replaced by its last one."""
+        """Return ids (...) in which the model's last id replaces ids that the model lacks."""
         return ids.clamp(max=self.size - 1) if self.vocabulary != self.size else ids
 
     def _aimed(
@@ -301,20 +307,21 @@ class LM:
         return Window(low, low + len(start), positions, None, first + width)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy slot `source` to slot `target`. length: number of tokens of the text."""
+        """Copy row `source` of the cache to row `target`. length: number of tokens to copy."""
         self.cache.move(source, target, length)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Set a slot that may contain NaN to zero, see `SlotCache.clear`."""
+        """Set all keys and values of row `slot`, which may contain NaN, to zero. See `SlotCache.clear`."""
         self.cache.clear(slot)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.clear(slot)
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:
-    """Return a model's logits (..., size) as (..., vocabulary): cut, or with -inf for ids that the model lacks."""
+    """Return logits (..., vocabulary) from a model's logits (..., size): cut, or with -inf for ids that the model
+    lacks."""
     missing = vocabulary - logits.shape[-1]
     if missing > 0:
         return torch.nn.functional.pad(logits, (0, missing), value=-math.inf)
@@ -330,17 +337,18 @@ def store_prompts(
     states: Layers = (),
     encoded: Encoded | None = None,
 ) -> States:
-    """Store all but the last token of each prompt in slots low, low + 1, ..., `chunk` positions per pass. An
-    encoder-decoder first encodes the sources that the prompts carry. encoded: see `LM.encode`.
+    """Store every token of each prompt except the last, in rows low, low + 1, ... of the cache, `chunk` positions per
+    pass. An encoder-decoder first encodes the prompts' sources. encoded: see `LM.encode`.
 
-    Returns the states (A, n, D) of the layers `states`. Column j is the state of token j of a prompt; columns past its
-    tokens have no meaning. Raises ValueError if an encoder-decoder gets a text without a source.
+    Returns the states (A, n, D) of the layers in `states`, by layer. Column j is the state of token j of a prompt;
+    columns after its last stored token have no meaning. Raises ValueError if an encoder-decoder gets a text without a
+    source.
     """
     if lm.encodes:
         sources = [source for prompt in prompts if (source := source_in_text(prompt)) is not None]
         if len(sources) < len(prompts):
             raise ValueError(
-                f"{type(lm.model).__name__}: a text has no source; `Engine.starts` returns texts with their source"
+                f"{type(lm.model).__name__}: a text has no source; give texts that `Engine.starts` returns"
             )
         lm.encode(low, sources, encoded)
     parts = [lm.no_states(len(prompts), states), *store_tails(lm, low, prompts, chunk=chunk, states=states)]
@@ -350,8 +358,8 @@ def store_prompts(
 def store_tails(
     lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
 ) -> list[States]:
-    """Store all but the last token of each text in slots low, low + 1, ..., from position `begin` on, `chunk` positions
-    per pass. Returns the states of the layers `states` for each pass."""
+    """Store every token of each text except the last, from position `begin` on, in rows low, low + 1, ... of the cache,
+    `chunk` positions per pass. Returns, for each pass, the states (A, n, D) of the layers in `states`, by layer."""
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]
@@ -361,7 +369,6 @@ def store_tails(
 
 
 def padded_rows(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Return the rows with one length, each padded on the right with its own last id. No row reads an id of another
-    row."""
+    """Return the rows with equal length, each padded on the right with its own last id."""
     width = max(map(len, rows))
     return [row + row[-1:] * (width - len(row)) for row in rows]

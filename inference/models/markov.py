@@ -1,11 +1,11 @@
-"""A Markov head. It adds a term for the previously drafted token to the logits of a draft that was computed without it.
+"""A Markov head. It adds a term for the previously drafted token to logits that were computed without that token.
 
 Drafts of one pass are independent of each other. A low-rank table of token pairs, added to the logits while tokens are
-drawn in order, repairs part of that (DSpark, 2607.05147). Each draft is then drawn from a distribution that depends on
-the draft before it, as in any chain, so verification stays exact.
+drawn in order, makes each draft depend on the draft before it (DSpark, 2607.05147). Each draft is drawn from that
+distribution, as in any chain, so verification stays exact.
 
-The Markov head of a causal LM is one more module of it, whose rank is in its config. Before training its weights change
-no logit, so a plain causal LM can get one.
+The Markov head of a causal LM is one more module of the LM. Its rank is in the LM's config. Before training its terms
+are zero, so a plain causal LM can get one.
 
 r rank, V vocabulary of the target, Vd of the draft.
 """
@@ -33,8 +33,8 @@ class FromZero(nn.Linear):
 
 
 class MarkovHead(nn.Module):
-    """A low-rank table of token pairs. markov_w1 (V, r): a row for each preceding token. markov_w2 (Vd, r): its product
-    with that row is added to the logits; it is zero before training. Names are those that engines load."""
+    """A low-rank table of token pairs. markov_w1 (V, r): a row for each preceding token. markov_w2 (Vd, r): the product
+    with that row is added to the logits; zero before training. The names are those that serving engines load."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class MarkovHead(nn.Module):
         nn.init.normal_(self.markov_w1.weight, std=rank**-0.5)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return the terms (..., Vd) that are added to the logits of the tokens after these ids (...)."""
+        """Return the terms (..., Vd) that are added to the logits of the next tokens. ids (...): the preceding
+        tokens."""
         logits: Tensor = self.markov_w2(self.markov_w1(ids))
         return logits
 
@@ -55,8 +56,8 @@ def markov_of(network: PreTrainedModel) -> MarkovHead | None:
 
 
 def put_markov_head(network: PreTrainedModel) -> MarkovHead:
-    """Add the untrained Markov head that a causal LM's config describes to the LM, in place, and return the head. A
-    small head must be on the LM already. Raises ValueError for a rank that is no whole number above 0."""
+    """Add an untrained Markov head to a causal LM, in place, as the LM's config describes it, and return the head. If
+    the LM gets a small head too, add that first. Raises ValueError for a rank that is no whole number above 0."""
     rank, size = getattr(network.config, MARKOV, None), network.config.get_text_config().vocab_size
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}")
@@ -76,8 +77,8 @@ def remove_markov_head(network: PreTrainedModel) -> bool:
 
 
 def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], Tensor]:
-    """Return a function that maps the terms (..., Vd) of the Markov head of a causal LM to (..., vocabulary). Ids that
-    the draft's vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give these no mass."""
+    """Return a function from the Markov head's terms (..., Vd) to terms (..., vocabulary). Ids that the draft's
+    vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give them no mass."""
     size = network.config.get_text_config().vocab_size
     known = getattr(network.get_output_embeddings(), "known", None)
     every = (lambda logits: logits) if known is None else partial(spread_logits, known=known, size=size)
@@ -85,8 +86,9 @@ def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], T
 
 
 def term_of(network: PreTrainedModel, vocabulary: int) -> Term | None:
-    """Return the function that maps ids (...) to the terms (..., vocabulary) that the Markov head of a causal LM adds
-    to the logits after these ids, or None without such a head. The LM reads ids that it lacks as its last id."""
+    """Return a function from the ids (...) of the preceding tokens to the terms (..., vocabulary) that the Markov head
+    adds to the next tokens' logits. Return None without a Markov head. Ids that the LM lacks are read as its last id.
+    """
     markov = markov_of(network)
     if markov is None:
         return None

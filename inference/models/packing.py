@@ -1,13 +1,13 @@
 """Second copies of weights, in the order in which the kernels of a CPU read them.
 
-A kernel that finds a weight in torch's own order rearranges it at every call. Two libraries of torch take weights that
-were rearranged before:
+For a weight in torch's own order, a kernel rearranges it at every call. Two libraries of torch accept weights that are
+already rearranged:
 
 - oneDNN, for models in bfloat16 on a CPU with instructions for it.
-- FBGEMM, for models in float32 on a CPU that would emulate bfloat16, if float16 represents their weights; it represents
-  those of nearly every checkpoint in half precision. The copy is in float16. The kernels widen each weight and compute
-  in float32, so the pass is that of the model in float32 with its sums in another order. It reads half of the bytes,
-  and a few ids take little more time than one (`docs/measurements.md`).
+- FBGEMM, for models in float32 on a CPU that would emulate bfloat16, if float16 can represent their weights, as it can
+  for nearly every checkpoint in half precision. The copy is in float16. The kernels widen each weight and compute in
+  float32, so the pass differs from the float32 model only in the order of sums. It reads half of the bytes, and a few
+  ids take little more time than one (`docs/measurements.md`).
 """
 
 import itertools
@@ -28,10 +28,11 @@ ALIGNED = 64  # bytes that a kernel reads at once
 
 
 def owned(tensor: Tensor) -> Tensor:
-    """Return the tensor in contiguous memory that begins at a multiple of `ALIGNED` bytes, as torch allocates it: the
-    tensor itself, or a copy. Every tensor for a kernel of packed weights must come from here.
+    """Return the tensor in contiguous memory that begins at a multiple of `ALIGNED` bytes: the tensor itself, or a
+    copy. Every tensor for a kernel of packed weights must come from here.
 
-    A tensor of a mapped file begins at any address, and such a kernel may end the process there.
+    A tensor of a mapped file may begin at any address. At an address that is not aligned, such a kernel may end the
+    process.
     """
     tensor = tensor.contiguous()
     # compiled code reads a mapped tensor through operations that store their results in its own memory
@@ -39,7 +40,8 @@ def owned(tensor: Tensor) -> Tensor:
 
 
 class Product(Protocol):
-    """The product with a weight (out, in) and a bias (out,) or None. width: bytes of each number of the copy."""
+    """Multiplies by a weight (out, in) and adds a bias (out,) or None. width: bytes of each number in the weight's
+    second copy."""
 
     width: int
 
@@ -65,8 +67,8 @@ class InFloat16:
     """A `Product` in float32. The copy of the weight is in FBGEMM's order and in float16. factor: a power of two that
     the weight is multiplied by before it is rounded to float16, see `factor_of`.
 
-    The product is an operator with a number as input, since compiled code can hold neither FBGEMM's objects nor, if all
-    models of a shape are to share it, a constant for each of them.
+    The product is a torch operator that gets a number and finds this object by it. Compiled code cannot hold FBGEMM's
+    objects, and all models of one shape share it, so it holds no constant of one model.
     """
 
     width = 2
@@ -123,8 +125,8 @@ def has_fbgemm() -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a copy of the weight (out, in) and the bias, or None if the copy would not have the same
-    numbers."""
+    """Return the product with a packed copy of the weight (out, in) and the bias (out,). Return None if the copy could
+    not represent the weight's numbers."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
     factor = factor_of(weight)
@@ -132,9 +134,9 @@ def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
 
 
 def factor_of(weight: Tensor) -> float | None:
-    """Return the power of two by which float16 represents a weight (out, in) in float32, 1 if possible, or None if
-    there is none. No number may change by more than 2^-30 of the largest of its row, since products in float32 have 24
-    digits. Only numbers of a trained draft that are nearly 0 change at all."""
+    """Return a power of two f such that float16 can represent f times a float32 weight (out, in): 1 if possible. Return
+    None if there is no such f. No number may change by more than 2^-30 times the largest number of its row; products in
+    float32 have only 24 binary digits. Only numbers of a trained draft that are nearly 0 change at all."""
     largest = float(weight.abs().max()) if weight.numel() else 0.0
     if not 0 < largest < math.inf:
         return None

@@ -18,8 +18,8 @@ LAST = -1  # layer number of the states that the head reads, after the final nor
 
 
 class Pass(NamedTuple):
-    """The result of a pass. logits (A, n, V), or (A, 1, V) if only one id of each row was requested. states: layer ->
-    (A, n, D), for the requested layers.
+    """The result of a pass. logits (A, n, V), or (A, 1, V) if only one id of each row was requested. states: for each
+    requested layer, by its number, (A, n, D).
 
     Layers are numbered as in transformers' `hidden_states`: 0 is the embeddings, i the residual stream after i decoder
     layers, `LAST` the input of the head.
@@ -30,9 +30,9 @@ class Pass(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each row's
-    anchor. slots (A, n): the slots that keys and values of the columns are written to. seen (A, n), depths (A, N + 1):
-    see `verify.tree.Tree`."""
+    """The inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each text's
+    last token (the anchor). slots (A, n): the slots that the columns' keys and values are written to. seen (A, n),
+    depths (A, N + 1): see `verify.tree.Tree`."""
 
     anchor: Tensor
     slots: Tensor
@@ -41,6 +41,6 @@ class Branches(NamedTuple):
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until the device has done all launched work, so that a clock measures the work and not its launch."""
+    """Wait until the device has done all launched work, so that a clock measures the work and not only its launch."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

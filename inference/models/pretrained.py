@@ -1,8 +1,8 @@
 """Properties of a transformers model: dtypes and quantisation, limits of its config, its head, states of its layers.
 
-A CPU without instructions for half precision emulates it. Products of forty rows in bfloat16 then take longer than in
-float32: seven times as long on a CPU with AVX2, two to four times on one with AVX-512 but without bfloat16
-instructions. Converting a checkpoint to float32 changes no weight, and `packing` reads its weights in 16 bits.
+A CPU without instructions for half precision emulates it. Products of forty rows then take longer in bfloat16 than in
+float32: seven times as long with AVX2, two to four times as long with AVX-512 but without bfloat16 instructions.
+Converting a checkpoint to float32 changes no weight, and `packing` reads its weights in 16 bits.
 
 A rows, n ids per row, D width, V vocabulary.
 """
@@ -46,10 +46,10 @@ def load_model(
 ) -> PreTrainedModel:
     """Return a causal LM or an encoder-decoder in eval mode, from a folder or hub id, from safetensors only.
 
-    dtype: that of the weights; None for the checkpoint's own, or float32, see `widened`. trust_remote_code: whether
-    code in the folder may run. device: None for the CPU. options: further arguments of `from_pretrained`. Raises
-    ValueError for a dtype that torch does not have, for a device that this machine lacks, for a model that writes no
-    text, and for weights of other sizes than config.json says.
+    dtype: of the weights; None for the checkpoint's own, or float32 where `widened` casts to it. trust_remote_code:
+    whether code in the folder may run. device: None for the CPU. options: further arguments of `from_pretrained`.
+    Raises ValueError for an unknown dtype, for a device that this machine lacks, for a model that writes no text, and
+    if the weights' sizes differ from config.json.
     """
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype) and dtype != "auto":
         raise ValueError(f"dtype must be auto, float32, bfloat16, float16 or float64, not {dtype!r}")
@@ -58,7 +58,9 @@ def load_model(
         try:
             torch.empty(0, device=device)
         except (AssertionError, RuntimeError, TypeError) as error:
-            raise ValueError(f"device={device!r}: {str(error).splitlines()[0]}") from error
+            raise ValueError(
+                f"device={device!r}: {str(error).splitlines()[0]}; give a device of this machine, such as cpu"
+            ) from error
         options["device_map"] = device
     try:
         model: PreTrainedModel = model_class.from_pretrained(
@@ -67,7 +69,9 @@ def load_model(
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise
-        raise ValueError(f"{path}: the sizes of its weights are not those of its config.json") from error
+        raise ValueError(
+            f"{path}: its weights have other sizes than its config.json says: use the config.json that belongs to them"
+        ) from error
     return model if dtype else widened(model)
 
 
@@ -79,8 +83,8 @@ def _auto_class_at(path: str, trust_remote_code: bool) -> Any:
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers that makes the language model of a config. Raises ValueError for the config of a
-    model that writes no text, such as one of images, or an encoder that sees later tokens, such as BERT."""
+    """Return the class of transformers that makes the language model of a config. Raises ValueError for a model that
+    writes no text (such as a model of images), and for an encoder that sees later tokens (such as BERT)."""
     spoken = type(config) in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING
     sequences = AutoModelForSpeechSeq2Seq if spoken else AutoModelForSeq2SeqLM
     model_class: Any = sequences if config.is_encoder_decoder else AutoModelForCausalLM
@@ -105,7 +109,8 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def emulated(dtype: torch.dtype) -> bool:
-    """Return whether this machine's CPU computes in a dtype by converting to float32 and back."""
+    """Return whether this machine's CPU has no fast instructions for a dtype, so that it converts to float32 and
+    back."""
     if dtype not in SUPPORTED:
         return False
     kernels = torch.backends.mkldnn.is_available() and getattr(torch.ops.mkldnn, SUPPORTED[dtype])()
@@ -125,8 +130,8 @@ def weights_quantisation(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def quantisation_of(config: PreTrainedConfig) -> str:
-    """Return the name of the weights' quantisation: none, int8 or nf4 (bitsandbytes), else the method that the
-    checkpoint names."""
+    """Return the name of the weights' quantisation: none, int8 or nf4 (bitsandbytes), or the method that the checkpoint
+    names."""
     settings = weights_quantisation(config)
     if not settings:
         return "none"
@@ -137,16 +142,16 @@ def quantisation_of(config: PreTrainedConfig) -> str:
 
 
 def widened(model: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """Return the model, with its weights cast in place to float32 if it is on a CPU that would emulate their dtype.
-    Quantised weights are not cast. copied: whether to cast a copy instead."""
+    """Cast the model's weights to float32, in place, if it is on a CPU that would emulate their dtype. Quantised
+    weights are not cast. Return the model. copied: whether to cast and return a copy instead."""
     if weights_quantisation(model.config) or model.device.type != "cpu" or not emulated(model.dtype):
         return model
     return cast(copy.deepcopy(model) if copied else model, torch.float32)
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the model's weights, in place, to a dtype, and return the model. Buffers that are not in checkpoints (rotary
-    frequencies) are not cast, as in a model that is loaded in this dtype. Rounded frequencies would be wrong by half a
+    """Cast the model's weights to a dtype, in place, and return the model. Buffers that checkpoints do not store
+    (rotary frequencies) are not cast, as in a model loaded in this dtype: rounded frequencies would be wrong by half a
     radian after 200 tokens."""
     buffers = [(m, name, m._buffers[name]) for m in model.modules() for name in m._non_persistent_buffers_set]
     nn.Module.to(model, dtype)
@@ -159,8 +164,8 @@ def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Raise ValueError for a model whose state cannot be rolled back, or whose code ignores a 4-d mask. config: its
-    text config."""
+    """Raise ValueError for a model whose state cannot be rolled back, or whose attention cannot use one mask per row.
+    config: the model's text config."""
     settings, name = config.to_dict(), type(model).__name__
     if config._attn_implementation not in MASKED_ATTENTION:
         raise ValueError(
@@ -181,14 +186,14 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
 
 
 def layers_of(config: PreTrainedConfig) -> int:
-    """Return the number of decoder layers of the model with this config."""
+    """Return the number of decoder layers in a config."""
     own = config.get_text_config()
     keys = ("num_decoder_layers", "decoder_layers") if own.is_encoder_decoder else ()
     return int(next((count for key in keys if (count := getattr(own, key, None))), own.num_hidden_layers))
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Return how many of the last tokens a sliding layer sees, or None if the model has no such layer."""
+    """Return the number of last tokens that a sliding layer sees, or None if the model has no such layer."""
     settings = config.to_dict()
     width: int | None = settings.get("sliding_window") if settings.get("use_sliding_window", True) else None
     types = settings.get("layer_types")
@@ -205,8 +210,8 @@ def biased_by_slots(config: PreTrainedConfig) -> bool:
 def longest_text(config: PreTrainedConfig) -> int:
     """Return the longest text, in tokens, that a pass over rows of different lengths supports.
 
-    For LongRoPE it is the end of the first range, since past that the longest row decides the rotation of all rows. For
-    Llama 4 it is the end of the first range too, since past that one position scales the attention of all rows.
+    For LongRoPE and for Llama 4 this is the end of the first range of positions. Past it, the longest row would decide
+    the rotation (LongRoPE) or the attention scale (Llama 4) of all rows.
     """
     whole = config.get_text_config()
     settings = whole.to_dict()
@@ -221,8 +226,8 @@ def longest_text(config: PreTrainedConfig) -> int:
 
 
 def id_of(config: PreTrainedConfig, name: str) -> Any:
-    """Return the token id, or list of ids, under a key of a config; None if the config lacks the key, as in some
-    families."""
+    """Return the token id, or list of ids, under a key of a config, or None if the config lacks the key. Some families
+    lack it."""
     return getattr(config, name, None)
 
 
@@ -237,7 +242,7 @@ def length_of(config: PreTrainedConfig) -> int:
 
 def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Return a function from states (..., D) after the final norm to logits (..., V). The function caps and scales the
-    logits as the model's config says, and adds BART's bias of each token."""
+    logits as the model's config says, and adds the bias of BART's logits."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
@@ -257,16 +262,16 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 def _logit_scale(config: dict[str, Any]) -> float:
-    """Return the factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by a number
-    with the same name."""
+    """Return the factor of the logits. Granite divides by the number in its config; HyperCLOVA multiplies by the number
+    under the same key."""
     scale = float(config.get("logit_scale") or config.get("logits_scaling") or 1.0)
     return 1 / scale if str(config.get("model_type")).startswith("granite") else scale
 
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Return the logits (n, V) after the ids at the n positions `at` of one text, from the model's own forward without
-    a cache. inputs: arguments of this forward. The head reads only these positions if the model's code can."""
+    """Return logits (n, V) of one text, from the model's own forward without a cache. at: the n positions whose logits
+    are returned; the head reads only these if the model's code can. inputs: arguments of the forward."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -280,8 +285,8 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
 
 @contextmanager
 def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
-    """Yield a dictionary into which a pass of the model, or of its body, puts the states (A, n, D) of `layers`, by
-    layer.
+    """Yield a dictionary. A pass of the model or of its body, within the `with` block, puts the states (A, n, D) of
+    `layers` into it, by layer.
 
     Raises ValueError if the model's layers are not known, see `decoder_layers`.
     """
@@ -299,9 +304,9 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
 
 
 def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """Return the states (A, n, D) after the first `depth` decoder layers. run: runs a pass of the model, which an
-    exception ends after these layers. This is exact for every family, since the layers themselves are not changed.
-    Raises ValueError if the pass does not run these layers."""
+    """Return the states (A, n, D) after the first `depth` decoder layers. run: starts a pass of the model; an exception
+    ends it after these layers. The layers themselves are not changed, so this is exact for every family. Raises
+    ValueError if the pass does not run these layers."""
 
     def leave(states: Tensor) -> None:
         raise _Left(states)
@@ -313,11 +318,13 @@ def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> 
         return left.states
     finally:
         handle.remove()
-    raise ValueError(f"{type(model).__name__}: its forward does not run the {depth} layers that its config names")
+    raise ValueError(
+        f"{type(model).__name__}: its forward does not run the {depth} layers that its config names: use another model"
+    )
 
 
 class _Left(Exception):
-    """An exception that ends a pass early. states: those at that point."""
+    """An exception that ends a pass early. states (A, n, D): at that point of the pass."""
 
     def __init__(self, states: Tensor) -> None:
         super().__init__()
@@ -342,8 +349,8 @@ def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """Return the model's decoder layers in order: the first list of modules in its body that is as long as its config
-    says.
+    """Return the model's decoder layers in order: the first list of modules in its body that has as many entries as the
+    config has layers.
 
     Raises ValueError if there is no such list.
     """
@@ -354,6 +361,6 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     if layers is None:
         raise ValueError(
             f"{type(model).__name__}: it has no list of the {count} decoder layers that its config names, so their "
-            "states cannot be read"
+            "states cannot be read: use another model, or a draft that reads no states"
         )
     return layers

@@ -19,8 +19,8 @@ PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
-    """Raise ValueError for a quantisation that is unknown, that is not available, or that the checkpoint cannot have
-    because it is quantised itself. path, config: those of the checkpoint."""
+    """Raise ValueError for a quantisation that is unknown or not installed, and for any quantisation of a checkpoint
+    that is already quantised. path, config: the checkpoint's."""
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation must be one of {', '.join(QUANTISATIONS)}, not {quantisation!r}")
     if quantisation == "none":
@@ -34,16 +34,16 @@ def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) 
 
 
 def options_of(quantisation: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a quantisation. There are none for "none", since None as a
-    quantization_config would drop the checkpoint's own."""
+    """Return the arguments of `from_pretrained` for a quantisation, by name. For "none" there are none:
+    quantization_config=None would drop the checkpoint's own."""
     settings = QUANTISATIONS[quantisation]
     return {"quantization_config": BitsAndBytesConfig(**settings)} if settings else {}
 
 
 def unpack(model: PreTrainedModel) -> None:
     """Prevent bitsandbytes from packing the model's 4-bit weights for passes on a CPU, by changing its layers in place.
-    Once the state has been read, as a fingerprint does, packing goes wrong and changes the distribution (observed total
-    variation 0.50)."""
+    After the model's state has been read, for example by a checksum, packing goes wrong and changes the distribution
+    (total variation 0.50 was observed)."""
     for module in model.modules():
         if hasattr(module, PACKS):
             setattr(module, PACKS, False)
@@ -55,9 +55,8 @@ def load_as(
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
-    """Return the model that `load_model` loads from a path, in a quantisation. A checkpoint that is quantised itself is
-    loaded as it is. dtype, device: as in `load_model`. Raises ValueError for a quantisation that is unknown or needs
-    bitsandbytes."""
+    """Return the model at a path, loaded in a quantisation. A checkpoint that is already quantised is loaded as it is.
+    dtype, device: as in `load_model`. Raises ValueError for a quantisation that is unknown or needs bitsandbytes."""
     if quantisation == "none" or weights_quantisation(config := AutoConfig.from_pretrained(path)):
         return load_model(path, dtype, device=device)
     refuse_quantisation(path, quantisation, config)

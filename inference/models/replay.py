@@ -1,16 +1,16 @@
-"""One way to run a function of named tensors: as it is, recorded as a CUDA graph, or compiled.
+"""Runs functions of named tensors: directly, recorded as CUDA graphs, or compiled.
 
-A function maps named tensors to tensors, and reads nothing on the host. `Replay` runs it as it is, `Recorded` as a CUDA
-graph, `Compiled` by torch.compile; `replay_of` chooses. Callers give the function and its inputs, and ask which sizes
-the inputs should have.
+A function maps named tensors to tensors, and reads nothing on the host. `Replay` runs it directly, `Recorded` as a CUDA
+graph, `Compiled` by torch.compile; `replay_of` chooses. "Replayed" means recorded or compiled. Callers give the
+function and its inputs, and first ask which sizes the inputs should have.
 
-On a GPU the time of a pass over a few ids is that of its kernel launches, and the same holds for the distributions,
-draws and verification of a round. A graph reads and writes the memory that it was recorded with, so inputs are copied
-to fixed memory. `Graph` is the only code that uses the CUDA API. On a CPU it calls the function, so one test covers
-both.
+On a GPU, kernel launches take most of the time of a pass over a few ids, and of the distributions, draws and
+verification of a round. A graph reads and writes the memory that it was recorded with, so inputs are copied to fixed
+memory. `Graph` is the only code that uses the CUDA API. On a CPU it calls the function, so one test covers both
+devices.
 
-Compiled functions have symbols for the sizes that change (`DYNAMIC`), so a model has few of them: for one id per row,
-for several, and one for each draft length. Batches that are not full, as at the end of a queue, run uncompiled, since
+Compiled functions have symbols for the sizes that change (`DYNAMIC`), so a model needs few of them: for one id per row,
+for several ids, and for each draft length. Batches that are not full, as at the end of a queue, run uncompiled, since
 compiling for a few rounds does not pay.
 
 A rows, n ids per row.
@@ -58,9 +58,9 @@ Make = Callable[[], Callable[..., Any]]
 
 
 class Pure(NamedTuple):
-    """A decoding round as a function of tensors. tensors: all that it reads, by name. on: returns the round that reads
-    other tensors of these names and shapes. key: everything else that the round depends on. steady: names of tensors
-    whose values change only when the tensor is replaced."""
+    """A decoding round as a function of tensors. tensors: all tensors that the round reads, by name. on: returns the
+    same round for other tensors of these names and shapes. key: everything else that the round depends on. steady:
+    names of tensors whose values change only when the tensor is replaced."""
 
     tensors: dict[str, Tensor]
     on: Callable[[Inputs], Any]
@@ -69,14 +69,14 @@ class Pure(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A function to record or compile, and its arguments.
+    """A request to replay a function: the function and its arguments.
 
-    name: everything that the function depends on except its arguments. inputs: tensors by name, which are copied. make:
-    returns the function. reads: tensors by name that the function reads in place, and whose owner calls `drop` when
-    they are replaced. rows: number of slots that it may write to; a recording is made for a power of two of rows, at
-    most this many. widths: the numbers of ids per row to record, in ascending order; added ids repeat the last one,
-    which writes the same keys and values again. steady: see `Pure`. first: returns the inputs of the runs before a
-    recording, if these must not have the present ones.
+    name: everything that the function depends on except its arguments. inputs: tensors by name; they are copied. make:
+    returns the function. reads: tensors by name that the function reads in place; their owner calls `drop` when it
+    replaces them. rows: the largest number of rows; a recording has a power of two of rows, at most this many; 0 if the
+    number of rows is fixed. widths: the numbers of ids per row to record, in ascending order; missing ids repeat the
+    last one, so that its keys and values are written again. steady: see `Pure`. first: returns other inputs for the
+    runs before a recording; None to use the present inputs.
     """
 
     name: Hashable
@@ -90,7 +90,8 @@ class Asked(NamedTuple):
 
 
 class Replay:
-    """Runs functions as they are. model: the one whose weights the functions read. int8: whether these are rounded."""
+    """Runs functions directly. model: the model whose weights the functions read. int8: whether these weights are
+    rounded."""
 
     replays = False  # whether functions are compiled or recorded at all
     fixed = False  # whether sizes must be few, because each has a recording
@@ -102,37 +103,37 @@ class Replay:
         self.model, self.int8, self.device = model, int8, model.device
 
     def takes(self, A: int, rows: int) -> bool:
-        """Return whether functions of A rows are recorded or compiled, for a caller with `rows` slots."""
+        """Return whether functions of A rows are replayed, for a caller with room for `rows` rows."""
         return False
 
     def width(self, n: int, widths: Sequence[int]) -> int:
-        """Return how many columns the inputs should have if they need n. widths: the numbers that are recorded, in
-        ascending order."""
+        """Return how many columns the inputs should have if at least n are needed. widths: the numbers that are
+        recorded, in ascending order."""
         return n
 
     def depth(self, k: int, longest: int) -> int:
-        """Return how many drafts to make if k are needed now, and `longest` in some rounds."""
+        """Return how many drafts to make. k: number needed now. longest: the largest number that a round needs."""
         return k
 
     def slots(self, limit: int, most: int) -> int:
-        """Return how many of `most` slots to read if `limit` are needed."""
+        """Return how many slots per row to read. limit: number needed. most: number of slots there are."""
         return limit
 
     def drop(self) -> None:
-        """Drop everything that was made from weights or slots that are now replaced."""
+        """Drop everything that was made from weights or keys and values that are now replaced."""
 
     def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
-        """Return the result of make()(**inputs, **reads), or None if it cannot be recorded or compiled. The result of a
-        recording is valid until the next call. Arguments: see `Asked`; how: its other fields."""
+        """Return the result of make()(**inputs, **reads), or None if it is not replayed. The result of a recording is
+        valid until the next call. Arguments as in `Asked`; how: the other fields of `Asked`."""
         return self.run(Asked(name, inputs, make, reads, **how))
 
     def run(self, asked: Asked) -> Any:
-        """Return the result of a function and its arguments, or None, see `__call__`."""
+        """Replay a function. Return its result, or None if it is not replayed."""
         return None
 
     def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        """Return the round as a function of tensors, or None if the round cannot be replayed. depths, greedy, trees: as
-        in `Round.pure`."""
+        """Return the round as a function of tensors, or None if the round cannot be replayed. Arguments as in
+        `Round.pure`."""
         return None
 
     def replayed(
@@ -147,10 +148,11 @@ class Replay:
         greedy: bool = False,
         trees: bool = False,
     ) -> Any:
-        """Return run(round, tensors, K), where `run` is the result of make(), or None if it is not replayed.
+        """Return the result of `run(round, tensors, K)`, where `run` is what make() returns. Return None if it is not
+        replayed.
 
-        tensors: those of `given` and `reads`. name: as in `Asked`. greedy: whether `run` drafts the likeliest tokens.
-        trees: whether it draws children.
+        `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads, name: as in `Asked`. K:
+        number of drafts. greedy: whether `run` drafts the likeliest tokens. trees: whether it draws children.
         """
         pure = None if self.failed else self.pure(round, K, greedy, trees)
         if pure is None:
@@ -172,15 +174,16 @@ class Replay:
         make: Make | None = None,
         **how: bool,
     ) -> Any:
-        """Return the result of `replayed`, or run(round, tensors, k) as it is if nothing is replayed. k, K: number of
-        drafts as it is, and replayed. make: returns a module that does the same as `run`, and refers to nothing that a
-        compiled module must not keep; None for `run` itself."""
+        """Return the result of `replayed`, or the result of `run(round, tensors, k)` if nothing is replayed. K, k:
+        number of drafts if replayed, and if not. make: returns a module that does the same as `run`, but refers to
+        nothing that a compiled module must not keep alive; None for `run` itself. Other arguments as in `replayed`."""
         result = self.replayed(round, name, given, make or (lambda: run), K, reads, **how)
         return run(round, {**given, **(reads or {})}, k) if result is None else result
 
 
 class _Bound(nn.Module):
-    """A function of a round, `run`, as a function of the tensors that the round reads."""
+    """A function of a round (`run`) as a function of the tensors that the round reads. on: see `Pure`. K: number of
+    drafts."""
 
     def __init__(self, run: Callable[..., Any], on: Callable[[Inputs], Any], K: int) -> None:
         super().__init__()
@@ -191,17 +194,18 @@ class _Bound(nn.Module):
 
 
 def replay_of(model: PreTrainedModel, compile: bool, int8: bool = False) -> Replay:
-    """Return the object that runs a model's functions. compile: whether to compile them, or on a GPU to record them."""
+    """Return the object that runs a model's functions. compile: whether to compile them on a CPU, or record them on a
+    GPU. int8: whether the functions read rounded weights."""
     way = Replay if not compile else Recorded if model.device.type == "cuda" else Compiled
     return way(model, int8)
 
 
 class Graph:
     """A CUDA graph of `run`, a function without arguments that reads nothing on the host. On a CPU `run` is called
-    instead. pool: the memory pool, see `pool_for`.
+    instead. pool: the graph's memory pool, see `pool_for`.
 
-    A CUDA graph reads memory, not tensors. The caller must hold every tensor that `run` refers to, or pass it as
-    `reads`, which lives as long as the graph.
+    A CUDA graph reads memory, not tensors. The caller must therefore keep every tensor that `run` refers to alive, or
+    pass it in `reads`; the graph keeps that alive.
     """
 
     def __init__(self, run: Callable[[], Any], device: torch.device, pool: Any, reads: object = None) -> None:
@@ -237,9 +241,9 @@ def _recorded(run: Callable[[], Any], pool: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage within the block. Otherwise a graph of an engine that nothing refers to any more could be
-    destroyed, which CUDA does not allow during a capture. This is a setting of the whole process; calls of engines run
-    one at a time."""
+    """Collect no garbage within the `with` block. Garbage collection could destroy the graph of an engine that is no
+    longer used, and CUDA does not allow that during a capture. The setting is for the whole process; calls of engines
+    run one at a time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -259,10 +263,10 @@ class Recorded(Replay):
     """Runs functions as CUDA graphs, one per shape of a function's inputs; all share one memory pool.
 
     Inputs of 64 bits with at most two dimensions are columns (A, c) of one buffer per graph, so that one copy fills
-    them; floating-point ones are copied as bits. Each other input has one memory for all graphs. The runs before a
-    recording write keys and values too, so they use the inputs of a real call and write the same numbers. Rows of the
-    buffer after A repeat the first row until they have their own; no text uses their slots. If recording fails, there
-    is one warning and nothing more is recorded.
+    them; floating-point inputs are copied as bits. Every other input has one block of memory for all graphs. The runs
+    before a recording write keys and values too, so they use the inputs of a real call and write the same numbers. Rows
+    of the buffer after A repeat the first row until a later call fills them; no text uses these rows' keys and values.
+    If recording fails, there is one warning and nothing more is recorded.
     """
 
     replays = fixed = True
@@ -314,6 +318,7 @@ class Recorded(Replay):
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 message = (
                     f"{type(self.model).__name__}: passes run without CUDA graphs, since recording failed: {reason}"
+                    "; to have no warning, set compile=False"
                 )
                 warnings.warn(message, stacklevel=5)
                 return None
@@ -371,8 +376,8 @@ class Recorded(Replay):
 
 
 def _columns(value: Tensor, shape: torch.Size) -> list[Tensor]:
-    """Return a value (A,) or (A, n) of 64-bit numbers as int64 columns (A, n), then its last column repeated up to the
-    width of `shape` (width,)."""
+    """Return a value (A,) or (A, n) of 64-bit numbers as int64 columns: (A, n), then its last column repeated up to the
+    width in `shape` (width,)."""
     columns = (value.unsqueeze(1) if value.dim() == 1 else value).view(torch.int64)
     more = shape.numel() - columns.shape[1]
     return [columns, columns[:, -1:].expand(-1, more)] if more else [columns]
@@ -388,8 +393,8 @@ _COMPILED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, 
 
 
 class Compiled(Replay):
-    """Runs modules compiled by torch.compile, which read `keys` and `values` of a full batch. Engines share the modules
-    as long as the weights are unchanged. If compiling fails, functions run as they are, with one warning."""
+    """Runs modules compiled by torch.compile. They read the `keys` and `values` of a full batch. Engines share the
+    modules as long as the weights are unchanged. If compiling fails, functions run directly, with one warning."""
 
     replays = True
     failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
@@ -416,7 +421,7 @@ class Compiled(Replay):
 
     @property
     def freezes(self) -> bool:  # type: ignore[override]
-        """Return whether the compiler packs the weights itself, which it does only for bfloat16."""
+        """Return whether the compiler packs the weights itself. It does so only for bfloat16."""
         return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
 
     def run(self, asked: Asked) -> Any:
@@ -426,7 +431,11 @@ class Compiled(Replay):
             return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
         except Exception as error:  # the compiler may raise anything
             Compiled.failed = True
-            warnings.warn(f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}", stacklevel=3)
+            warnings.warn(
+                f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}; to have no "
+                "warning, set compile=False",
+                stacklevel=3,
+            )
             return None
 
     def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:
@@ -446,7 +455,8 @@ class Compiled(Replay):
             return module(**parts)
 
     def compiled(self, name: Hashable, make: Make) -> Any:
-        """Return the compiled module with this name, made by make() if there is none for the present weights."""
+        """Return the compiled module with this name. If there is none for the present weights, compile what make()
+        returns."""
         modules = _COMPILED.setdefault(self.model, {})
         origin, module = modules.get((self.int8, name), (None, None))
         if module is None or origin != self.origin:

@@ -1,14 +1,14 @@
 """Checks of a model's passes. For every model that an engine runs, passes over rows of different lengths must give the
 model's own logits.
 
-Two rows of fixed ids are stored in one pass up to different lengths and continued in another. Every logit is compared
-with that of the model's own forward over the whole rows, without a cache and without our masks. The last logits of a
-row of `LATE` ids are compared too, past positions at which tables and caches may end. The result decides which forward
-runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own under the first
-form of mask that agrees. If no form agrees, the model is rejected with the reason.
+One pass stores two rows of fixed ids, of different lengths, and a second pass continues them. Their logits are compared
+with the logits of the model's own forward over the whole rows, without a cache and without our attention masks. The
+last logits of a row of `LATE` ids are compared too, since tables and caches may end before them. The result decides
+which forward runs the model: `llama`'s if the model's classes are known and the logits agree, else transformers' own,
+with the first form of attention mask that agrees. If no form agrees, the model is rejected with the reason.
 
 Sliding windows are usually wider than the two short rows, so the check sets a narrow window in the model's config. A
-model that reads its window there then uses the narrow one, and the masks must do so too.
+model that reads its window from the config then uses the narrow one, and so must the attention masks.
 
 States of layers and trees of drafts are compared in the same way when an engine first uses them.
 
@@ -69,13 +69,14 @@ Rows = list[Tensor]  # (n_b, V) or (n_b, W) of each
 
 
 class Disagreement(UserWarning):
-    """The warning that the forward of `models.llama` does not give the model's own logits."""
+    """Warns that the forward of `models.llama` does not give the model's own logits."""
 
 
 class CheckResult(NamedTuple):
-    """The comparison of a forward with the model's own. difference, allowed: the largest difference, and the bound
-    there, in standard deviations of the model's own numbers. error: what the forward raised, or None. what: what is
-    compared. late: whether short rows agree and a longer one does not."""
+    """The comparison of a forward with the model's own. difference: at the position nearest to its bound, or furthest
+    past it. allowed: the bound at this position. Both are in standard deviations of the model's own numbers. error:
+    what the forward raised, or None. what: names the compared numbers. late: whether short rows agree and a longer one
+    does not."""
 
     difference: float
     allowed: float
@@ -116,8 +117,8 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
-    """Return the first form of mask, of `FORMS`, under which `Stock` gives the model's own logits in texts of up to
-    `context` ids. Raises ValueError with the reason if there is no such form."""
+    """Return the first form of attention mask in `FORMS` with which `Stock` gives the model's own logits, for texts of
+    up to `context` ids. Raises ValueError with the reason if there is no such form."""
     form, reason = _once(model, ("stock", context), lambda: _first_form(model, context))
     if form is None:
         raise ValueError(f"{type(model).__name__}: {reason}")
@@ -125,7 +126,7 @@ def form_of(model: PreTrainedModel, context: int) -> str:
 
 
 def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
-    """Return the first form that agrees and an empty reason, or None and the reason."""
+    """Return the first form of attention mask that agrees, and ""; or None, and the reason why none agrees."""
     config, results = model.config.get_text_config(), []
     with narrow(config, context) as narrowed:
         probe = Probe(model, context)
@@ -140,16 +141,16 @@ def _first_form(model: PreTrainedModel, context: int) -> tuple[str | None, str]:
 
 
 class SelfCheck:
-    """Checks of one model's states and trees, made when they are first used. lean: whether the model runs by `Lean`,
-    not by `Stock`."""
+    """Checks of one model's states and trees, made when they are first used. context: the largest number of ids of a
+    text. lean: whether `Lean` runs the model; otherwise `Stock` does."""
 
     def __init__(self, model: PreTrainedModel, context: int, lean: bool) -> None:
         self.model, self.context, self.lean = model, context, lean
         self.agreed: set[str | Layers] = {()}
 
     def states(self, layers: Layers) -> Layers:
-        """Return `layers` once their states agree with the model's own. Raises ValueError for a layer that the model
-        lacks, and if states differ from the model's own."""
+        """Check the states of all layers at the first use of `layers`, and return `layers`. Raises ValueError for a
+        layer that the model lacks, and if states differ from the model's own."""
         if layers not in self.agreed:
             depth, name = layers_of(self.model.config), type(self.model).__name__
             unknown = [layer for layer in layers if not LAST <= layer <= depth]
@@ -163,8 +164,8 @@ class SelfCheck:
         return layers
 
     def trees(self) -> None:
-        """Raise ValueError with the reason if a pass over a tree does not give the logits that each of its paths gives
-        alone."""
+        """Check passes over trees at their first use. Raises ValueError with the reason if such a pass does not give
+        the logits that each path of the tree gives alone."""
         if "trees" not in self.agreed:
             self._check("trees", Probe.trees)
             self.agreed.add("trees")
@@ -180,12 +181,14 @@ class SelfCheck:
 
         result: CheckResult = _once(model, (f"{feature} {self.lean}", context), check)
         if not result.agrees:
-            raise ValueError(f"{type(model).__name__}: its {feature} cannot be used here: {result}")
+            raise ValueError(
+                f"{type(model).__name__}: its {feature} cannot be used here: {result}; use a draft without {feature}"
+            )
 
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
-    """Return the result of `check`, which runs again only if values, classes or settings of the model have changed.
-    name: that of the check."""
+    """Return the result of `check`. The check runs again only if values, classes or settings of the model have changed.
+    name: the check's name and the context."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__}: its weights are on the meta device, so it cannot run; load it with weights"
@@ -201,7 +204,7 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
 
 
 def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return everything that decides how the model runs, except its values."""
+    """Return everything that decides how the model runs, except the values of its weights."""
     classes = tuple((type(m), vars(m).get("forward"), len(m._forward_hooks)) for m in model.modules())
     config = model.config.get_text_config()
     return classes, repr(vars(config)), model.device, config._attn_implementation
@@ -209,8 +212,8 @@ def _settings(model: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
-    """Set windows in a config that are wider than the rows of the check to `NARROW` within the block. Yields whether
-    the config has a window that is shorter than a text of `context` ids can be."""
+    """Within the `with` block, set windows in a config to at most `NARROW` tokens. Yields whether the config has a
+    window that is shorter than a text of `context` ids can be; only such windows are set."""
     widths = ((key, getattr(config, key, None)) for key in WINDOWS)
     wide = {key: width for key, width in widths if isinstance(width, int) and 0 < width < context}
     try:
@@ -221,9 +224,9 @@ def narrow(config: PreTrainedConfig, context: int) -> Iterator[bool]:
 
 
 class Claiming(SlotCache):
-    """A cache that always reports the longest possible length. A model whose code computes with the single length of a
-    cache cannot run here, because rows differ in length. With this cache the logits of such a model differ, so the
-    check rejects it."""
+    """A cache that always reports the longest possible length. Rows differ in length, so a model whose code computes
+    with one length of the cache cannot run here. With this cache the logits of such a model differ, and the check
+    rejects it."""
 
     claimed = 0
 
@@ -250,7 +253,8 @@ class Probe:
         self.late = context > LENGTH and not heavy
 
     def stock(self, cache: SlotCache, form: str) -> Stock:
-        """Return transformers' forward under a form of mask, with both sources encoded if the model has an encoder."""
+        """Return transformers' forward with a form of attention mask. If the model has an encoder, the sources of both
+        rows are encoded."""
         if self.sources is None:
             return Stock(self.model, cache, self.context, form)
         run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
@@ -259,8 +263,7 @@ class Probe:
         return run
 
     def logits(self, make: Make) -> CheckResult:
-        """Return the comparison of the model's own logits with those of a forward under test. make: returns the forward
-        for a cache."""
+        """Compare the logits of a forward under test with the model's own. make: returns the forward for a cache."""
         try:
             ours = self._rows([one.logits for one in self._passes(make)])
         except Exception as error:  # a model's code may raise anything for arguments that it does not accept
@@ -269,8 +272,8 @@ class Probe:
         return self._late(make) if short.agrees and self.late else short
 
     def _late(self, make: Make) -> CheckResult:
-        """Return the comparison of the logits at the end of a longer row, since angles, masks and caches may be wrong
-        past some position."""
+        """Compare the logits at the end of a longer row: angles, masks and caches may be wrong past some position.
+        make: as in `logits`."""
         T = min(LATE, self.context)
         size = self.model.config.get_text_config().vocab_size
         count = torch.arange(T, device=self.ids.device)[None]
@@ -300,11 +303,12 @@ class Probe:
     def _compared(
         self, ours: Rows, own: Rows, again: Callable[[], Rows], what: str, *more: Callable[[], Rows], parts: int = 1
     ) -> CheckResult:
-        """Return the comparison of our numbers with the model's own, at the position that is nearest to its bound or
+        """Compare our numbers with the model's own. The result is about the position that is nearest to its bound or
         furthest past it.
 
-        again: computes the model's own numbers once more. what: names the numbers. more: other correct ways to compute
-        them. parts: number of layers, which have equally many positions.
+        ours, own: for each row, our numbers and the model's own, (positions, V) or (positions, W). again: computes the
+        model's own numbers once more. what: names the numbers. more: other correct ways to compute them. parts: number
+        of layers in the rows, with equally many positions each.
         """
         apart, fine = _apart(ours, own), _fine(self.model)
         if fine or apart.max() <= COARSE:
@@ -318,7 +322,8 @@ class Probe:
         return CheckResult(float(apart[at]), float(allowed[at]), what=what)
 
     def reason(self, result: CheckResult) -> str:
-        """Return the reason why a model cannot be run. result: that of the form of mask that came nearest."""
+        """Return the reason why a model cannot be run. result: the result for the form of attention mask that came
+        nearest."""
         low = self.starts[0]
         alone = self._own(self.ids[:, :low])
         if float((alone - self.own[:, :low]).abs().max()) > MOST * float(self.own.std()):
@@ -329,8 +334,8 @@ class Probe:
         return f"rows of different lengths cannot share its passes: {result}"
 
     def _own(self, ids: Tensor, row: int | None = None) -> Tensor:
-        """Return the model's own logits (B, n, V) of texts, ids (B, n). With an encoder, text b has the source of row
-        b, or all have that of `row`; each source is encoded alone."""
+        """Return the model's own logits (B, n, V). ids (B, n): the texts. row: for a model with an encoder, the row
+        whose source all texts have; None if text b has the source of row b. Each source is encoded alone."""
         parts: list[tuple[Tensor, Source | None]] = [(ids, None)]
         if self.sources is not None:
             parts = [(ids, self.sources[row])] if row is not None else [*zip(ids.split(1), self.sources, strict=True)]
@@ -340,19 +345,22 @@ class Probe:
                 logits = torch.cat(each)
         except (RuntimeError, TypeError, AttributeError) as error:  # such as a dtype that an expert's kernel lacks
             name = type(self.model).__name__
-            raise ValueError(f"{name}: the model's own forward raises {_first_line(error)}") from error
+            raise ValueError(
+                f"{name}: the model's own forward raises {_first_line(error)}; load it in another dtype"
+            ) from error
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
-        """Return the noise of the model's own numbers at each position (P,): how far they differ when computed in other
-        correct ways, `more`, or from embeddings rounded once more. The model amplifies that rounding as it amplifies
-        the rounding of every layer. lengths: positions of each row that count."""
+        """Return the noise (P,) of the model's own numbers at each position: how much they differ when computed in
+        other correct ways (`more`), or from embeddings that are rounded once more. The model amplifies this rounding as
+        it amplifies every layer's rounding. lengths: for each row, how many of its first positions count."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
 
     def _rounded(self, again: Callable[[], Rows], seed: int) -> Rows:
-        """Return the result of `again` with embeddings that are rounded once more, each by up to half a unit."""
+        """Return the result of `again` with embeddings that are rounded once more, each by up to half a unit of
+        bfloat16. seed: of this rounding."""
         generator = torch.Generator().manual_seed(seed)
 
         def rounded(_: Any, __: Any, states: Tensor) -> Tensor:
@@ -367,8 +375,8 @@ class Probe:
             hook.remove()
 
     def _stepped(self) -> list[Tensor]:
-        """Return the model's own logits of each row, computed in two passes like those under test, with the model's own
-        cache and masks."""
+        """Return the model's own logits of each row, (positions, V), computed in two passes like those under test, with
+        the model's own cache and masks."""
         rows = []
         for row, start in enumerate(self.starts):
             source = self.sources[row] if self.sources else None
@@ -385,8 +393,7 @@ class Probe:
         return rows
 
     def states(self, make: Make) -> CheckResult:
-        """Return the comparison of the states of all layers with those of the model's own forward. make: as in
-        `logits`."""
+        """Compare the states of all layers with the states of the model's own forward. make: as in `logits`."""
         count = layers_of(self.model.config)
         layers = (*range(count + 1), LAST)
 
@@ -409,7 +416,7 @@ class Probe:
         return self._compared(ours, whole, own, "states", parts=len(layers))
 
     def trees(self, make: Make) -> CheckResult:
-        """Return the comparison of the logits of all nodes of a tree with those of their paths alone. make: as in
+        """Compare the logits after each node of a tree with the logits after that node's path alone. make: as in
         `logits`."""
         if biased_by_slots(self.model.config):
             return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
@@ -426,7 +433,8 @@ class Probe:
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
-        """Return the logits (2, N, V) of the trees of both rows. The first two nodes run in a separate pass."""
+        """Return the logits (2, N, V) of both rows' trees. The first two nodes run in a separate pass. parents: the
+        parent of each node, -1 for the text. nodes (2, N): their ids."""
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
@@ -438,8 +446,8 @@ class Probe:
         return torch.cat(logits, 1)[:, 1:]
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
-        """Return the model's own logits (N, V) of each of both rows, computed after every node's path as a text.
-        ancestors (N, N): see `Tree.ancestors`."""
+        """Return the model's own logits (N, V) for each of the two rows: after each node, with the node's path as a
+        text. ancestors (N, N): see `Tree.ancestors`. nodes (2, N): the nodes' ids."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
@@ -449,7 +457,8 @@ class Probe:
         return logits
 
     def _rows(self, parts: list[Tensor]) -> list[Tensor]:
-        """Return the values (start_b + later, W) at all positions of each row b, from the values of the two passes."""
+        """Return, for each row, the values (positions, W) at all its positions, joined from the two passes. parts: the
+        values (2, n, W) of each pass."""
         return [torch.cat((parts[0][b, :start], parts[1][b])) for b, start in enumerate(self.starts)]
 
     def _passes(self, make: Make, layers: Layers = ()) -> list[Pass]:
@@ -465,7 +474,7 @@ class Probe:
         return cache
 
     def _prompt(self) -> Window:
-        """Return the window of the first pass, which stores as many columns of both rows as the longer row needs."""
+        """Return the window of the first pass. It stores as many columns of both rows as the longer row needs."""
         high = self.starts[1]
         return Window(0, 2, torch.arange(high, device=self.ids.device).expand(2, high), 0, high)
 
@@ -476,11 +485,12 @@ class Probe:
 
 
 def _apart(rows: Rows, whole: Rows) -> Tensor:
-    """Return the difference at each position (P,): the root mean square over the vocabulary, or the width, in standard
-    deviations of the model's own numbers there. whole: the model's own numbers, whose rows may be longer.
+    """Return the difference (P,) at each position: the root mean square over the vocabulary or the width, in standard
+    deviations of the model's own numbers at this position. rows, whole: for each row, our numbers and the model's own
+    (n, V or W). The rows of `whole` may be longer.
 
-    The difference is infinite if only one of the two is finite, and 0 if the model's own are not finite. Columns in
-    which all of the model's own numbers are -inf are omitted if ours are -inf too.
+    The difference is infinite if only the model's own numbers are finite, and 0 if they are not. Columns in which all
+    numbers are -inf, the model's own and ours, are omitted.
     """
     parts = []
     for row, own in zip(rows, whole, strict=True):

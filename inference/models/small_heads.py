@@ -1,9 +1,9 @@
-"""Output heads that cost less than the whole one. They have a pruned vocabulary, a low rank, or both.
+"""Output heads that cost less than a full head. They have a pruned vocabulary, a low rank, or both.
 
-With a vocabulary of 49 to 152 thousand tokens, the head is most of the cost of a small draft. A pruned head has the
-rows of some tokens only; the draft never drafts others. A head of low rank is a product of two matrices, with rank * (D
-+ tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM. Feature drafts use `projection` with a
-vocabulary in their own format (`inference.proposers.eagle`).
+With a vocabulary of 49 to 152 thousand tokens, the head is most of the cost of a small draft. A pruned head has rows
+for some tokens only; the draft never drafts other tokens. A head of low rank is a product of two matrices, with rank *
+(D + tokens) numbers instead of D * tokens. `SmallHead` is the head of a causal LM. Feature drafts use `projection` with
+a vocabulary in their own format (`inference.proposers.eagle`).
 
 D width, V ids, Vd tokens in the draft's vocabulary, r rank.
 """
@@ -29,7 +29,7 @@ class LowRank(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the matrix with a row for each token, whose dtype and device are those of the head."""
+        """Return `up` (Vd, r), the matrix with a row for each token. It has the head's dtype and device."""
         return self.up.weight
 
     def forward(self, states: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ Projection = nn.Linear | LowRank
 
 def projection(width: int, tokens: int, rank: int | None) -> Projection:
     """Return a module from states (..., D) to logits (..., Vd), with random weights. width: D. tokens: Vd. rank: r,
-    None for a whole matrix. Raises ValueError for a rank above the smaller size."""
+    None for a full-rank matrix. Raises ValueError unless the rank is from 1 to the smaller of D and Vd."""
     if rank is None:
         return nn.Linear(width, tokens, bias=False)
     if not 1 <= rank <= min(width, tokens):
@@ -55,8 +55,8 @@ def projection(width: int, tokens: int, rank: int | None) -> Projection:
 
 @torch.no_grad()
 def fill(head: Projection, weight: Tensor) -> None:
-    """Set the weights of a projection, in place, from a whole matrix (Vd, D): to a copy, or to the best product of its
-    rank."""
+    """Set the weights of a projection, in place, from weight (Vd, D): to a copy of it, or to the nearest product of the
+    projection's rank."""
     if isinstance(head, nn.Linear):
         head.weight.copy_(weight)
     elif not (weight.is_meta or head.weight.is_meta):
@@ -66,8 +66,9 @@ def fill(head: Projection, weight: Tensor) -> None:
 
 
 def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Return up (Vd, r) and down (r, D), whose product is the matrix of rank r nearest to weight (Vd, D), in squares
-    summed over all entries. With the truncated singular value decomposition U S V^T they are U sqrt(S) and sqrt(S) V^T.
+    """Return up (Vd, r) and down (r, D). Their product is the matrix of rank r with the least sum of squared
+    differences from weight (Vd, D). With the truncated singular value decomposition U S V^T, up is U sqrt(S) and down
+    is sqrt(S) V^T.
 
     V and S^2 are the eigenvectors and eigenvalues of weight^T weight, in float64, since decomposing a matrix with
     150,000 rows would take minutes. Directions with a singular value of 0 become 0.
@@ -84,13 +85,14 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_logits(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return logits (..., size) from logits (..., Vd) of the ids `known` (Vd,). All other ids get -inf."""
+    """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): of the ids `known`
+    (Vd,)."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
 def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return distributions (..., size) from distributions (..., Vd) over the ids `known` (Vd,). All other ids get 0, or
-    NaN if the distribution is NaN."""
+    """Return distributions (..., size) in which all ids outside `known` have 0, or NaN if the distribution is NaN.
+    probs (..., Vd): of the ids `known` (Vd,)."""
     none = probs[..., :1] - probs[..., :1]
     # the compiler of torch 2.13 copies an expanded tensor without room for its entries
     return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy(-1, known, probs)
@@ -98,10 +100,10 @@ def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
 
 class SmallHead(nn.Module):
     """The output embeddings of a causal LM, from states (..., D) to logits (..., V). width: D. size: V. tokens: Vd,
-    None if all ids have a row. rank: r, None for a whole matrix.
+    None if all ids have a row. rank: r, None for a full-rank matrix.
 
-    undecided: whether `know` has still to choose the tokens. rows (V, D): the whole head until then, None if there is
-    none. Both belong to a draft before training and are not stored.
+    Two attributes are used before training and are not saved: undecided, whether `know` must still choose the tokens;
+    and rows (V, D), the full head that `know` takes rows from, or None.
     """
 
     known: Tensor | None
@@ -115,7 +117,7 @@ class SmallHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return the matrix with a row for each token, whose dtype and device are those of the head."""
+        """Return the matrix (Vd, D or r) with a row for each token. It has the head's dtype and device."""
         return self.projection.weight
 
     @property
@@ -127,16 +129,16 @@ class SmallHead(nn.Module):
         return logits if self.known is None else spread_logits(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
-        """Set the weights from the rows (V, D) of a whole head. If `rows` is None, the weights stay random. The
-        vocabulary is the first Vd ids until `know` has chosen others."""
+        """Set the weights from a full head, rows (V, D). If `rows` is None, the weights stay random. The vocabulary is
+        the first Vd ids until `know` has chosen others."""
         self.undecided, self.rows = self.known is not None, rows
         if rows is not None:
             fill(self.projection, rows if self.known is None else rows[: len(self.known)])
 
     @torch.no_grad()
     def know(self, ids: Sequence[int]) -> None:
-        """Set the vocabulary, and set the weights from its rows of the whole head that was given to `begin`. ids: Vd
-        ids in ascending order."""
+        """Set the vocabulary. Set the weights from the rows of these tokens in the full head that `begin` was given, if
+        there was one. ids: Vd ids in ascending order."""
         assert self.known is not None
         self.known.copy_(torch.tensor(list(ids)))
         if self.rows is not None:
@@ -153,14 +155,17 @@ def put_small_head(network: PreTrainedModel) -> SmallHead:
     """Replace a causal LM's output embeddings, in place, by the small head that its config describes, with random
     weights. Returns the head.
 
-    Raises ValueError for heads with a bias, and for a pruned vocabulary if the family caps logits, since no token could
+    Raises ValueError for a head with a bias, and for a pruned vocabulary if the model caps its logits: no token could
     then have a logit of -inf.
     """
     config, plain = network.config.get_text_config(), network.get_output_embeddings()
     tokens, rank = (getattr(network.config, key, None) for key in (VOCABULARY, RANK))
     name = type(network).__name__
     if getattr(plain, "bias", None) is not None:
-        raise ValueError(f"{name}: its head has a bias, which small heads do not support")
+        raise ValueError(
+            f"{name}: its head has a bias, and small heads support none: set {VOCABULARY} and {RANK} to null in "
+            "config.json"
+        )
     if tokens and getattr(config, "final_logit_softcapping", None):
         raise ValueError(
             f"{name}: {VOCABULARY} in config.json must be null, since this model caps its logits, so that a token "
@@ -184,20 +189,25 @@ def linears(head: Any) -> list[nn.Linear]:
 
 
 def require_known(network: nn.Module, where: str) -> None:
-    """Raise ValueError, beginning with `where`, if the ids of a pruned head in the network are not distinct ids of the
-    target: drafts of a wrong id would be rejected, or an index would be out of range."""
+    """Raise ValueError if the ids of a pruned head in the network are not distinct ids of the target. Drafts of a wrong
+    id would be rejected, or an index would be out of range. where: the start of the message."""
     for name, module in network.named_modules():
         if isinstance(module, SmallHead) and module.known is not None:
             refuse_ids(module.known, module.size, f"{where}: tensor {name}.known")
 
 
 def refuse_ids(known: Tensor, size: int, where: str) -> None:
-    """Raise ValueError, beginning with `where`, unless known (Vd,) are distinct ids below `size`."""
+    """Raise ValueError unless known (Vd,) are distinct ids from 0 to size - 1. where: the start of the message."""
     if known.is_meta:
         return
     outside = known[(known < 0) | (known >= size)]
     if len(outside):
-        raise ValueError(f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}")
+        raise ValueError(
+            f"{where}: id {int(outside[0])} of the draft's vocabulary is not from 0 to {size - 1}: export the draft "
+            "again"
+        )
     ids, counts = known.unique(return_counts=True)
     if len(ids) < len(known):
-        raise ValueError(f"{where}: id {int(ids[counts > 1][0])} is in the draft's vocabulary more than once")
+        raise ValueError(
+            f"{where}: id {int(ids[counts > 1][0])} is in the draft's vocabulary more than once: export the draft again"
+        )

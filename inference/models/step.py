@@ -2,7 +2,7 @@
 graphs, see `replay`.
 
 `Step` is one pass, `Drafting` the drafts of a round. `Replayed` is the forward of a model whose short passes are
-replayed. A rows, n ids per row, k drafts, V vocabulary.
+replayed. A rows, n ids per row, k or K drafts, S slots per row, L slots that are read, W width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's
 
 
 def by_round(round: Any, greedy: bool) -> Choose:
-    """Return a function that makes each draft by the round's distributions and draws, see `Choose`. greedy: whether it
-    takes the likeliest token instead, with a one-hot distribution."""
+    """Return a function that draws each draft from the round's distributions (see `Choose`). greedy: whether it takes
+    the likeliest token instead, with a one-hot distribution."""
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = round.probs(logits, drafts)
@@ -54,8 +54,8 @@ def by_round(round: Any, greedy: bool) -> Choose:
 
 
 class Tempered:
-    """A round whose drafts depend on a temperature alone, as a function of tensors. u (A, k): uniforms. temperature
-    (A,): above 0, unless `greedy`. greedy: whether all drafts are the likeliest tokens."""
+    """A round whose distributions depend only on a temperature, as a function of tensors. u (A, k): uniforms.
+    temperature (A,): above 0, unless `greedy`. greedy: whether all drafts are the likeliest tokens."""
 
     def __init__(self, u: Tensor, temperature: Tensor, greedy: bool) -> None:
         self.u, self.temperature, self.greedy = u, temperature, greedy
@@ -71,10 +71,11 @@ class Tempered:
 
 
 class Nodes(NamedTuple):
-    """The drafts that one pass reads. All of them have one depth.
+    """The drafts that one pass reads. All have the same depth.
 
-    depth: 1 or more. above (1, n): for each node, the index of its parent among the nodes of the previous pass; None if
-    both passes have one node. tree: a tree whose last n nodes are these; None for a chain.
+    depth: number of drafts on the path to each node, 1 or more. above (1, n): for each node, the index of its parent
+    among the nodes of the previous pass; None if both passes have one node. tree: a tree whose last n nodes are these;
+    None for a chain.
     """
 
     depth: int
@@ -82,7 +83,7 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Return the values (A, n, ...) of these nodes' parents. values (A, m, ...): those of the nodes of the previous
+        """Return the values (A, n, ...) of these nodes' parents. values (A, m, ...): of the m nodes of the previous
         pass."""
         if self.above is None:
             return values
@@ -96,10 +97,10 @@ Follow = Callable[[Tensor, Nodes], Tensor]
 def one_by_one(
     K: int, logits: Tensor, follow: Follow, choose: Choose, goes_on: Callable[[int], bool] = lambda depth: True
 ) -> Drafts:
-    """Return up to K drafts of a chain, made one after the other, (A, K), and the distributions (A, K, V) that they
+    """Return a chain of up to K drafts, (A, K), made one after the other, and the distributions (A, K, V) that they
     were drawn from.
 
-    logits (A, V): those after the texts. follow: returns the logits after a draft. choose: makes a draft from logits.
+    logits (A, V): after the texts. follow: returns the logits after a draft. choose: makes a draft from logits.
     goes_on: see `Round.goes_on`; drafting ends when it returns False.
     """
     drafts: list[Tensor] = []
@@ -115,10 +116,11 @@ def one_by_one(
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """Return the logits (A, V) of the first drafts, and the `Follow` of later ones, for drafts of one pass.
+    """For drafts of one pass, return the logits (A, V) of the first drafts, and the `Follow` that gives the logits of
+    later ones.
 
-    logits (A, K, V): of the pass; entry j is for all nodes of depth j. anchor (A,): the tokens before the first drafts.
-    term: returns what the preceding token adds to the logits of a node; None if no draft changes the logits of another.
+    logits (A, K, V): of the pass; column j is for all drafts at depth j (0-based). anchor (A,): the texts' last tokens.
+    term: returns what the preceding token adds to a draft's logits; None if it adds nothing.
     """
 
     def follow(ids: Tensor, nodes: Nodes) -> Tensor:
@@ -129,7 +131,7 @@ def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Ten
 
 
 def behind(anchors: Tensor, k: int) -> Tensor:
-    """Return k columns for each row, (A, k): that of its anchor (A,) and the k - 1 columns after it."""
+    """Return columns (A, k): each row's column in `anchors` (A,), and the k - 1 columns after it."""
     return anchors.unsqueeze(1) + torch.arange(k, device=anchors.device)
 
 
@@ -143,7 +145,7 @@ class Step(nn.Module):
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
-        """Return the same structure, with each tensor replaced by the name of a new parameter. None, numbers and packed
+        """Return the same structure with the name of a new parameter in place of each tensor. None, numbers and packed
         copies stay unchanged."""
         if isinstance(value, Tensor):
             self.count += 1
@@ -175,12 +177,13 @@ class Step(nn.Module):
         seen: Tensor | None = None,
         scale: Tensor | None = None,
     ) -> list[Tensor]:
-        """Return logits (A, n, V), or those of columns `only` (A,) or (A, m), and states (A, n, W) of the layers, in
-        one list.
+        """Return a list: logits (A, n, V), or (A, 1 or m, V) for the columns `only` (A,) or (A, m); then the states (A,
+        n, W) of each layer.
 
-        ids, positions (A, n). cos, sin (S, D): angles of all positions. slots (L,): 0 .. L - 1, the slots to read.
-        keys, values (rows, G, S, D): per layer. anchor, nodes, seen: the `Branches` of a tree's columns. scale (rows,
-        D): factors of the states that the head reads, see `LM`.
+        ids, positions (A, n). cos, sin (S, D): angles of all positions, D the width of a head. slots (L,): 0 to L - 1,
+        the slots to read. keys, values: for each layer, (rows, G, S, D), G heads of keys and values. anchor, nodes,
+        seen: the fields anchor, slots and seen of a tree's `Branches`; None for no tree. scale (rows, W): factors of
+        the states that the head reads, see `LM`.
         """
         A, L = ids.shape[0], slots.shape[0]
         written, visible = positions, None
@@ -206,17 +209,17 @@ class Step(nn.Module):
 
 
 class Drafting(nn.Module):
-    """All drafts of a round as a function of tensors, since separate launches of a small model would take longer than
-    its computation. step: a pass of the model. run: drafts with such passes. fit: converts logits of the model to the
-    round's vocabulary."""
+    """Drafts all tokens of a round, as one function of tensors: launching a small model's passes one by one would take
+    longer than computing them. step: a pass of the model. run: drafts with such passes. fit: converts the model's
+    logits to the round's vocabulary."""
 
     def __init__(self, step: Step, run: Run, fit: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.step, self.run, self.fit = step, run, fit
 
     def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
-        """Return K drafts per row and their distributions. given: the inputs of `run`, and the tensors that `Step`
-        reads."""
+        """Return K drafts per row (A, K) and their distributions (A, K, V). given: the inputs of `run` and the tensors
+        that `Step` reads, by name."""
         stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
 
         def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
@@ -227,12 +230,12 @@ class Drafting(nn.Module):
 
 
 class Replayed(Lean):
-    """The forward of `Lean` with replayed short passes over the first slots, see `replay_of`. The logits, states,
+    """The forward of `Lean`, but short passes over the rows [0, rows) are replayed (see `replay_of`). Logits, states,
     drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as in `Lean`.
 
-    A recorded pass has as many rows, ids per row and slots as the next of a few sizes. Recordings read keys and values
-    of the cache, and the scale of the LM. They are dropped when weights change, and before the cache grows, so that the
-    old memory can be freed.
+    The numbers of rows, ids per row and slots of a recorded pass are rounded up to a few sizes. Recordings read the
+    cache's keys and values and the LM's scale. They are dropped when weights change, and before the cache grows, so
+    that the old memory can be freed.
     """
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
@@ -257,7 +260,8 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed."""
+        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed. ids (A, n).
+        only: as in `Step.forward`."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -283,9 +287,9 @@ class Replayed(Lean):
         greedy: bool,
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
-        """Return all K drafts of a round and their distributions, see `LM.drafts`, or None if they are not replayed.
-        window.limit: number of slots of the longest text with its drafts. fit: converts logits of the model to the
-        round's vocabulary."""
+        """Return all K drafts of a round and their distributions, or None if they are not replayed. window.limit:
+        number of slots of the longest text and its drafts. fit: converts the model's logits to the round's vocabulary.
+        Other arguments as in `LM.drafts`."""
         if not self._fits(ids, window):
             return None
 
@@ -314,8 +318,8 @@ class Replayed(Lean):
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
-        """Return whether a pass can be replayed. This also reads changed weights and computes angles for new slots;
-        both drop the recordings."""
+        """Return whether a pass over ids (A, n) can be replayed. This first reads changed weights, and computes angles
+        for new slots; either drops the recordings."""
         if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         if not self.replay.takes(len(ids), self.rows):
@@ -327,8 +331,8 @@ class Replayed(Lean):
         return Step(llama.weights_of(self.model) if self.replay.freezes else self.weights, self.shape, layers, head)
 
     def _reads(self, limit: int) -> dict[str, Any]:
-        """Return the tensors that passes read in place: angles of all positions, the slots to read, keys and values,
-        the scale."""
+        """Return the tensors that passes read in place, by name: the angles of all positions, the slots to read, keys
+        and values, and the scale. limit: number of slots needed."""
         if not self.stored:
             keys, values = self.cache.stored(self.rows)
             cos, sin = self.angles

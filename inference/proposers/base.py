@@ -1,4 +1,5 @@
-"""The interface between drafting and the engine: what a proposer receives and what it returns."""
+"""The interface between drafting and the engine: what a proposer receives and what it returns. A slot stores the state
+of one row, such as its keys and values."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ Numbers = Sequence[int] | Sequence[list[int]]  # for each row one number, or a l
 
 @dataclass(frozen=True)
 class Host:
-    """The engine that a proposer drafts for. rows: number of slots for rows. spare: number of slots for prompts that
-    wait. vocabulary: ids are in [0, vocabulary). context: the largest number of tokens per text. target: the LM of the
-    target; a proposer may use its embeddings, head, layers and cache."""
+    """The engine that a proposer drafts for. rows: number of slots for active rows. spare: number of slots for prompts
+    that wait. vocabulary: token ids are in [0, vocabulary). context: the largest number of tokens per text. target: the
+    target's LM; a proposer may use its embeddings, head, layers and cache."""
 
     rows: int
     spare: int
@@ -35,9 +36,9 @@ class Host:
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """The arguments of `Proposer.load` besides the folder. target: the target's model. hashes: its
-    `compatibility.hash_target`. metadata: the folder's metadata, None for a folder that was not exported by this
-    package. compile: whether passes are compiled, see `Engine`."""
+    """The arguments of `Proposer.load` besides the folder. target: the target's model. hashes: the result of
+    `compatibility.hash_target` for the target. metadata: the folder's metadata; None if this package did not export the
+    folder. compile: whether passes are compiled, see `Engine`."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
@@ -60,12 +61,12 @@ class LoadArguments:
 
 class Proposal(NamedTuple):
     """The drafts of a round. x (A, N): drafted ids. q (A, N, V): the exact distributions that they were drawn from. k:
-    the number of drafts per row. tree: the parent of each node (see `Tree`), None for a chain, whose node i has parent
-    i - 1.
+    for each row, its number of drafts. tree: the parent of each node (see `Tree`); None for a chain, in which node i
+    has parent i - 1.
 
-    A distribution of NaN means that the draft had no token there. Entries after it, and entries past k_b, are ignored.
-    If q is None, every draft is deterministic, with a one-hot distribution. x and q may be on another device than the
-    target; the engine moves them.
+    NaN in a distribution means that the row could draft no token there. Entries after it, and entries past a row's k,
+    are ignored. If q is None, every draft is deterministic, with a one-hot distribution. x and q may be on another
+    device than the target; the engine moves them.
     """
 
     x: Tensor
@@ -76,8 +77,9 @@ class Proposal(NamedTuple):
 
 class Siblings(NamedTuple):
     """The n nodes of one level of a tree that have children. most: the largest number of children. paths: for each
-    node, the nodes on the path from the anchor down to it. first: for each node, the number of its first child. keys
-    (n,): for each node, its column in a pass, on the device of the draft; 0 for the anchor and i + 1 for node i."""
+    node, the nodes on the path down to it from the text's last token (the anchor). first: for each node, the index of
+    its first child in the tree. keys (n,): for each node, its column in a pass (0 for the anchor, i + 1 for node i), on
+    the draft model's device."""
 
     most: int
     paths: tuple[tuple[int, ...], ...]
@@ -88,13 +90,13 @@ class Siblings(NamedTuple):
 class Outcome(NamedTuple):
     """The outcome of a round.
 
-    valid: for each row, how many tokens of its text agree with the stored keys and values; 0 means that the slot may
-    contain NaN and must be discarded. accepted (A,): number of accepted drafts per row, int64, on the target's device.
-    path (A, D): the accepted nodes of each row's tree, -1 past the last; None for a chain.
+    valid: for each row, how many tokens at the start of its text the target's slot holds keys and values of. 0 means
+    that the row's slots may contain NaN and must be cleared. accepted (A,): number of accepted drafts per row, int64,
+    on the target's device. path (A, L), L levels: the accepted nodes of each row's tree, then -1; None for a chain.
 
-    states: layer -> (A, K+1, D), states of the target's pass, where D is their width. Column 0 is the anchor, column j
-    the j-th draft along the accepted path. Only columns 0 .. accepted_b of row b have a meaning. The states are valid
-    until the target's next pass; copy them if they are needed later.
+    states: by layer, the target pass's states (A, K+1, D), D their width. Column 0 belongs to the text's last token
+    (the anchor), column j to the j-th draft of the accepted path. In row b only columns 0 to accepted[b] have a
+    meaning. The states are valid until the target's next pass; copy them if they are needed later.
     """
 
     valid: Sequence[int]
@@ -107,7 +109,7 @@ class Round(Protocol):
     """One round as a proposer sees it: the texts so far, how many tokens to draft, and the only functions for
     distributions and draws.
 
-    k: for each row, the largest number of drafts. A rows, V vocabulary.
+    k: for each row, the largest number of drafts. A active rows, V vocabulary.
     """
 
     k: list[int]
@@ -119,18 +121,17 @@ class Round(Protocol):
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, V) of the next token under each row's sampling settings.
 
-        logits (A, V): those after the texts and `drafted`. drafted: the ids (A,) of each draft so far. If it is None,
-        logits (A, ..., V) give distributions of this shape, and only the settings that do not read the text are
-        applied.
+        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,). If it is None,
+        logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
         """
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy whole numbers to the device: for each name, one number per row or equally many. The round's first call
-        also copies the engine's own numbers, so that a round makes one copy. k: drafts per row, if they differ from the
-        round's `k`.
+        """Copy whole numbers to the device: for each name, one number per row, or a list of equal length per row. The
+        round's first call also copies the engine's own numbers, so that a round makes one copy. k: drafts per row, if
+        they differ from the round's `k`.
 
-        Returns the tensors by name, with the last token of each text as `anchor` (A, 1) and its position as `read`
-        (A,).
+        Returns the tensors by name: (A,) or (A, n) for `numbers`, the last token of each text as `anchor` (A, 1), and
+        its position (0-based) as `read` (A,).
         """
 
     @property
@@ -145,16 +146,16 @@ class Round(Protocol):
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return the next level of a tree: children (A, n, m) in the order of verification, and the distributions (A,
-        n, m, V) that they were drawn from.
+        """Return the next level of a tree: the ids of children (A, n, m) in the order of verification, and the
+        distributions (A, n, m, V) that they were drawn from.
 
-        logits (A, n, V): those after n nodes. x (A, M): ids drafted so far. siblings: which nodes they are. The
-        children are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
+        logits (A, n, V): after n nodes. x (A, M): ids drafted so far. siblings: names the n nodes; m is its `most`.
+        Children are drawn without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest
         tokens with one-hot distributions.
         """
 
     def goes_on(self, depth: int) -> bool:
-        """Return whether to draft another token after the draft of this depth (0-based), whose `probs` were computed.
+        """Return whether to draft another token after the draft at `depth` (0-based), whose `probs` were computed.
         Draft models that make one pass per token ask this before each pass."""
 
     @property
@@ -162,25 +163,25 @@ class Round(Protocol):
         """Return, for each row, whether its settings read the text."""
 
     def inner(self, depths: int) -> Tensor | None:
-        """Return uniforms (3, A, depths) for rounds that a proposer verifies itself: for its drafts, its acceptance
-        tests and its last tokens. No other draw or test of the row uses them. Call `send` first.
+        """Return uniforms (3, A, depths) for inner rounds, which a proposer verifies itself: for their drafts, their
+        acceptance tests and their last tokens. No other draw or test of the row uses them. Call `send` first.
 
-        Return None if drafts are drawn with the noise of the target's tokens, as these rounds must then do too.
+        Return None if drafts share the noise of the target's tokens; inner rounds must then use that noise too.
         """
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> "Pure | None":
         """Return the round as a function of the tensors that it reads, or None if it reads anything else.
 
-        depths: the number of drafts that uniforms are needed for. greedy: whether the proposer drafts the likeliest
-        tokens, whatever the settings are. simple: whether to return a round that depends on uniforms and temperatures
-        alone (`step.Tempered`), or None if the distributions or draws depend on other settings. trees: whether the
+        depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
+        the settings are. simple: whether to return a round that depends only on uniforms and temperatures
+        (`step.Tempered`); None is returned if distributions or draws depend on other settings. trees: whether the
         proposer draws children.
         """
 
 
 class RoundView:
     """A round for one part of a proposer, to be subclassed. It implements `Round`: methods that a subclass does not
-    override call those of `round`. k: drafts per row."""
+    override call the same method of `round`. k: for each row, the largest number of drafts."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k
@@ -220,19 +221,19 @@ class RoundView:
 
 
 class Proposer:
-    """A maker of drafts. Each kind of draft is a subclass, which must define `propose` and those of the other methods
-    that it needs. Slots [0, A) hold the active rows; all lists of rows are in this order.
+    """A maker of drafts. Each kind of draft is a subclass. It must define `propose`, and may define the other methods.
+    Slots [0, A) hold the active rows; all lists of rows are in this order.
 
-    An engine's call runs `open`. When prompts come, it runs `admit`, or `stage` and later `enter`. In each round it
-    runs `propose` and `commit`, and when rows leave, `move`.
+    An engine runs `open` when a call begins. When prompts come, it runs `admit`, or `stage` and later `enter`. It runs
+    `propose` and `commit` in each round, and `move` when rows leave.
 
-    reads: the layers whose states the target's passes must return (see `passes.Pass`), () for none. greedy: whether the
+    reads: the layers whose states the target pass must return (see `passes.Pass`), () for none. greedy: whether the
     proposer drafts the likeliest token, with a one-hot distribution. weights: the dtype of the draft's weights, None if
     it has no weights. depths: the largest number of drafts per round, None for no limit. catches_up: whether `propose`
-    reads all ids that a slot lacks. While a policy drafts nothing, such a proposer gets the first token of each prompt
-    alone, so its model does not read the prompt. network_class: the class, with `from_pretrained`, of the network in a
-    draft folder of this kind; None for no weights. drafts_trees: whether the constructor accepts `shape=`, the tree to
-    draft.
+    reads all ids that a slot lacks. Such a proposer gets only the first token of each prompt while a policy drafts
+    nothing, so that its model need not read the prompt. network_class: the class, with `from_pretrained`, of the
+    network in a draft folder of this kind; None for no weights. drafts_trees: whether the constructor accepts `shape=`,
+    the tree to draft.
     """
 
     reads: tuple[int, ...] = ()
@@ -250,19 +251,19 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """Return a proposer for a draft folder of this kind (`proposers.KINDS`). `inference.load` calls this. Raises
-        ValueError or OSError for a folder that cannot be read or does not fit the target."""
+        """Return a proposer for a draft folder of this kind; `inference.load` calls this. Raises OSError for a folder
+        that cannot be read, and ValueError for one that is wrong or does not fit the target."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the network of a folder cannot draft for the target. Both models
-        may be on the meta device."""
+        """Raise ValueError if a folder's network cannot draft for the target. where: the start of the message. Both
+        models may be on the meta device."""
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """Return the network of a folder of this kind, on the target's device. Raises the errors of `load_draft` and of
-        `fits`."""
+        """Return the network in a folder of this kind, on the target's device. Raises what `load_draft` and `fits`
+        raise."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
         return torch.nn.Module.to(network, arguments.target.device)
@@ -278,42 +279,47 @@ class Proposer:
         return None
 
     def language_model(self, rows: int, vocabulary: int) -> "LM | None":
-        """Return a causal LM, with slots for `rows` texts and ids in [0, vocabulary), whose distribution after a text
-        is the proposer's at every depth. One teacher-forced pass of it then gives all distributions of the proposer.
-        Return None if there is no such LM; then forced rounds give the distributions (`exactness.forced`)."""
+        """Return a causal LM whose distribution after a text is the proposer's distribution at every depth. One
+        teacher-forced pass of this LM then gives all distributions of the proposer. Return None if there is no such LM;
+        `exactness.forced` then gets the distributions from forced rounds. rows: number of texts. vocabulary: ids are in
+        [0, vocabulary)."""
         return None
 
     def open(self, host: Host) -> None:
-        """Allocate slots for the host's rows and, after them, for its waiting prompts, and drop the state of earlier
-        calls."""
+        """Begin a call: drop the state of earlier calls, and allocate slots for the host's rows and, after them, for
+        its waiting prompts."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Accept new rows in slots low, low + 1, ... All tokens of a prompt but its last may be stored now. Prompts of
-        an encoder-decoder are texts of its decoder, which carry their source (`inference.source`).
+        """Accept new rows in slots low, low + 1, ... Every token of a prompt except the last may be stored now. For an
+        encoder-decoder, the prompts are its decoder's texts, each with its source (`inference.source`).
 
-        states: layer -> (A, n, D), the target's states of the prompts, column j for token j. Ignore columns from the
-        prompt's last token on. The states are valid until the target's next pass; copy them if they are needed later.
+        states: by layer, the target's states (A, n, D) at the prompts' tokens, column j for token j, D their width.
+        Ignore columns from the prompt's last token on. The states are valid until the target's next pass; copy them if
+        they are needed later.
         """
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Accept prompts that become rows later. The arguments are those of `admit`, but the slots are spare ones."""
+        """Accept prompts that become rows later, in spare slots low, low + 1, ... The other arguments are as in
+        `admit`."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """Make the prompt that is staged in slot `source` the row of slot `target`, which is the first free slot."""
+        """Turn a staged prompt into an active row: move its state from the spare slot `source` to `target`, the first
+        free slot. prompt: its token ids."""
 
     def propose(self, round: Round) -> Proposal:
-        """Return up to round.k[b] drafts for each row b."""
+        """Return the drafts of a round, at most round.k[b] for row b."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:
-        """Receive the outcome of the round, and drop the keys and values of rejected drafts."""
+        """Receive the outcome of the round. Drop the keys and values of rejected drafts."""
 
     def move(self, source: int, target: int) -> None:
         """Move the last row from slot `source` to slot `target`. Slot `source` is then free."""
 
 
 class CompositeProposer(Proposer):
-    """A proposer of several parts. Every call except `propose` is passed on to every part, whichever part drafted."""
+    """A proposer of several parts. `open`, `admit`, `stage`, `enter`, `commit` and `move` call the same method of every
+    part, whichever part drafted."""
 
     parts: tuple[Proposer, ...]
 

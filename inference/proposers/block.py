@@ -2,21 +2,22 @@
 2602.06036).
 
 The context is not embedded. The target's low, middle and high states of each token, joined by `fc`, give the keys and
-values of that token in every layer. The queries of a round are the anchor and K masks after it. The anchor is the
-text's last token, which the target has not read yet. The queries attend to the context and to each other: to all
-queries of the block, or only to earlier ones if the draft is causal. Mask i is at the position of draft i and predicts
-it.
+values of that token in every layer. The queries of a round are the anchor and K mask tokens after it. The anchor is the
+text's last token; the target has not read it yet. The queries attend to the context and to each other: to all queries
+of the block, or only to earlier ones if the draft is causal. Mask token i is at the position of draft i and predicts
+this draft.
 
-A Markov head (`models.markov`) may add a term for the preceding token to a draft's logits (DSpark, 2607.05147). Names
-and shapes are those that engines load (`DFlashDraftModel`). The embedding is the target's; `mask_embedding` is an
-addition of this project.
+A Markov head (`models.markov`) may add a term for the preceding token to a draft's logits (DSpark, 2607.05147). Tensors
+have the names and shapes that serving engines load (`DFlashDraftModel`). The embedding is the target's;
+`mask_embedding` is an addition of this project.
 
-Slot s of a cache has the keys and values of token s in all layers. A round first stores those of the accepted tokens,
-computed from the states of the target's pass. Then it stores those of its queries, which the next round overwrites. The
-slots hold the tokens that the target has read, all but the anchor: n tokens of a text use n - 1 slots.
+A cache slot s here has the keys and values of token s, in all layers. A round first stores the keys and values of the
+accepted tokens, computed from the states of the target pass. Then it stores those of its queries; the next round
+overwrites these. Only tokens that the target has read stay stored, so a text of n tokens uses n - 1 slots (the anchor
+has none).
 
-H width of the target's states and of the draft, D of a head, G heads of keys and values, A rows, n tokens per row, K
-drafts per round, V vocabulary.
+H width of the target's states and of the draft, D width of an attention head, G heads of keys and values, A rows, n
+tokens per row, K drafts per round, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,9 +51,10 @@ NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov":
 
 
 class BlockConfig(EagleConfig):
-    """The config of a block draft, an `EagleConfig` with more keys. depths: drafts per round, K. causal: whether a
-    query attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none. dflash_config: `causal`,
-    the id of the mask, and the layers numbered by their outputs, in the form that engines read."""
+    """The config of a block draft, an `EagleConfig` with more keys. depths: number of drafts per round in training.
+    causal: whether a query attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none.
+    dflash_config: the form that serving engines read, with `causal`, the id of the mask token, and the layers that are
+    read, numbered by their outputs."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -77,8 +79,8 @@ class BlockConfig(EagleConfig):
 
 
 class BlockNetwork(FeatureNetwork):
-    """The network of a block draft: decoder layers over the queries of a block. mask_embedding (H,): the embedding of a
-    mask."""
+    """The network of a block draft: decoder layers over the queries of a block. mask_embedding (H,): the embedding of
+    the mask token."""
 
     config_class: Any = BlockConfig
     _keys_to_ignore_on_load_unexpected = [r"^confidence_head\."]
@@ -97,21 +99,21 @@ class BlockNetwork(FeatureNetwork):
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values (A, n, G, D) for each layer, from the target's features (A, n, H). cos, sin (A, n, 1,
-        D): angles of the tokens' positions, see `angles`."""
+        """Return the keys and values (A, n, G, D) of each layer. features (A, n, H): the target's features. cos, sin
+        (A, n, 1, D): angles of the tokens' positions, see `angles`."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
 
     def queries(self, embedded: Tensor, K: int) -> Tensor:
-        """Return the queries (..., 1 + K, H) of a block: the anchor's, then those of K masks. embedded (..., H): the
+        """Return the queries (..., 1 + K, H) of a block: the anchor's, then K mask tokens'. embedded (..., H): the
         embedding of the anchor."""
         masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): angles of
-        their positions. attends: the attention function of each layer."""
+        """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): angles of the
+        queries' positions. attends: the attention function of each layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         states: Tensor = self.norm(x)
@@ -153,7 +155,7 @@ class _Attention(nn.Module):
 
 
 class BlockDrafting(EagleDrafting):
-    """The drafts of a round from one pass over a block, as a function of tensors. Arguments as in `EagleDrafting`."""
+    """Drafts a round in one pass over a block, as a function of tensors. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -172,26 +174,26 @@ class BlockDrafting(EagleDrafting):
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Store the keys and values of tokens with these features (A, n, H) in all layers, and return the features.
-        `ids` are not read."""
+        """Store the keys and values of tokens in all layers, in the slots of `window`. features (A, n, H): the tokens'
+        features, returned unchanged. ids (A, n) are not read."""
         for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
             slots.store(layer, window, k, v)
         return features
 
 
 def masks_of(network: BlockNetwork, K: int) -> int:
-    """Return the number of masks in a pass that drafts K tokens: K for a causal draft, else always the number of drafts
-    per round in training."""
+    """Return the number of mask tokens in a pass that drafts K tokens: K for a causal draft, else always the number of
+    drafts per round in training."""
     return K if network.config.causal else network.config.depths
 
 
 class Block(Eagle):
-    """A proposer that drafts k tokens from one pass over a block of masks. It drafts for the target that its network
-    was trained for.
+    """A proposer that drafts k tokens from one pass over a block of mask tokens. It drafts for the target that its
+    network was trained for.
 
-    If the draft is not causal, a mask sees all masks of its block. Each round therefore reads as many masks as in
-    training, and a row's distributions do not depend on the other rows of its batch. The number of drafts per round is
-    at most that of training, which the config states. The arguments are those of `Eagle`.
+    If the draft is not causal, a mask token sees all mask tokens of its block. Each round therefore reads as many mask
+    tokens as in training, so that a row's distributions do not depend on the other rows of its batch. A round drafts at
+    most `depths` tokens (see `BlockConfig`). Arguments as in `Eagle`.
     """
 
     network_class = BlockNetwork

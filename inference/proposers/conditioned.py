@@ -1,11 +1,11 @@
 """A draft conditioned on the temperature. One small causal LM drafts for rows of any temperature.
 
-The network is a causal LM with a scale for each temperature in its config (`KNOTS`); the states that the head reads are
-multiplied by the scale. The scale is one more module of the LM. The other weights keep their names, so the weights of
-an independent draft can be loaded into the network. Between two temperatures the scale is interpolated; outside them it
-is that of the nearest temperature.
+The network is a causal LM. Its config lists temperatures (`KNOTS`), each with a scale. The states that the head reads
+are multiplied by the scale for the row's temperature. The scale is one more module of the LM. The other weights keep
+their names, so the weights of an independent draft can be loaded into the network. Between two listed temperatures the
+scale is interpolated; outside them the nearest one's scale is used.
 
-n temperatures of the config, D width of the states, A rows.
+n temperatures in the config, D width of the states, A rows.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ TABLE = f"{MODULE}.weight"  # (n, D): added to a scale of 1
 
 
 def put_scale(network: PreTrainedModel) -> nn.Module:
-    """Add a scale to the LM, in place, with value 1 at every temperature in its config, and return the scale."""
+    """Add a scale to the LM, in place, and return it as a module. It is 1 at every temperature in the config."""
     width = network.config.get_text_config().hidden_size
     scale = nn.Embedding(len(knots_of(network.config)), width, dtype=network.dtype, device=network.device)
     if not scale.weight.is_meta:
@@ -48,28 +48,30 @@ def table_in(path: str | Path) -> Tensor:
     the folder has none."""
     tensors = tensors_of(path)
     if TABLE not in tensors:
-        raise ValueError(f"{path}: the tensor {TABLE} is missing, so this is no conditioned draft")
+        raise ValueError(
+            f"{path}: the tensor {TABLE} is missing, so this is no conditioned draft: give one that was "
+            "trained with draft=conditioned"
+        )
     return tensors[TABLE]
 
 
 def conditioned(network: PreTrainedModel, temperatures: list[float]) -> PreTrainedModel:
-    """Add a scale to the LM, in place, with value 1 at every temperature before training, and return the LM. Raises
-    ValueError unless there is at least one temperature, and they are different and in rising order."""
+    """Add a scale to the LM, in place, and return the LM. Before training the scale is 1 at every temperature. Raises
+    ValueError unless there is at least one temperature, each occurs once, and they are in rising order."""
     if not temperatures or sorted({*temperatures}) != list(temperatures):
-        raise ValueError(
-            f"the temperatures of a conditioned draft must be at least one, each once, in rising order, not "
-            f"{list(temperatures)}"
-        )
+        raise ValueError(f"give at least one temperature, each once, in rising order, not {list(temperatures)}")
     network.config.update({KNOTS: list(temperatures)})
     put_scale(network)
     return network
 
 
 def knots_of(config: PretrainedConfig) -> list[float]:
-    """Return the temperatures in the config of a network. Raises ValueError if there are none."""
+    """Return the temperatures in a network's config. Raises ValueError if there are none."""
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
-        raise ValueError(f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}")
+        raise ValueError(
+            f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}, not {temperatures!r}"
+        )
     return [float(one) for one in temperatures]
 
 
@@ -81,8 +83,8 @@ class Scale:
         self.knots = torch.tensor(knots_of(network.config), dtype=torch.float32, device=self.table.device)
 
     def at(self, temperature: Tensor) -> Tensor:
-        """Return the factors (..., D), float32 at least, that the states of rows with temperature (...) are multiplied
-        by before the head."""
+        """Return the factors (..., D) that states are multiplied by before the head, in float32 or wider. temperature
+        (...): of each row."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -97,8 +99,8 @@ class Conditioned(Independent):
     """A proposer like `Independent`, but the states that the head reads are multiplied by the scale for the row's
     temperature.
 
-    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see `conditioned`.
-    greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see the function
+    `conditioned`. greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork
@@ -119,8 +121,7 @@ class Conditioned(Independent):
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """Return None, since the distribution depends on the row's temperature, which teacher-forced passes do not
-        have."""
+        """Return None, since the distribution depends on the row's temperature, and teacher-forced passes have none."""
         return None
 
     def open(self, host: Host) -> None:
@@ -132,8 +133,8 @@ class Conditioned(Independent):
         return super().propose(round)
 
     def _write(self, temperature: Tensor) -> None:
-        """Write the scale of each row, in place, into the tensor that passes read, since recorded passes read its
-        memory."""
+        """Write each row's scale into the tensor `LM.scale`, in place, since recorded passes read its memory.
+        temperature (A,)."""
         if temperature is not self.written:
             assert self.lm.scale is not None
             self.lm.scale[: len(temperature)].copy_(self.scale_of.at(temperature))

@@ -1,18 +1,18 @@
 """A feature draft: one decoder layer over the target's states of each token (EAGLE-3, Li et al. 2025, 2503.01840).
 
-Its input is a sequence of pairs. Pair s is the target's features of token s and the embedding of token s + 1. The
-output of one decoder layer over pairs 0 .. s predicts token s + 2. Features are states of three layers, joined by `fc`.
-For a token that the target has not read yet, the output of the draft's layer at the pair before is used instead. Names
-and shapes are those that engines load (`LlamaForCausalLMEagle3`). The embedding is the target's and not part of the
-network.
+Its input is a sequence of pairs. Pair s joins the target's features at token s and the embedding of token s + 1. The
+decoder layer's output at pair s, after reading pairs 0 to s, predicts token s + 2. Features are the target's states of
+three layers, joined by `fc`. For a token that the target has not read yet, the features are the draft's own: the
+layer's output at the pair before. Tensors have the names and shapes that serving engines load
+(`LlamaForCausalLMEagle3`). The embedding is the target's and not part of the network.
 
-While serving, keys and values of pair s are in slot s of a cache of one layer. A round first stores the pairs of the
-accepted tokens, with the features of the target's pass. Then it drafts with pairs that have the draft's own features;
-the next round overwrites these. In a tree of drafts the pair of node i is in slot anchor + 1 + i. Here the anchor is
-the text's last pair (see `Tree`).
+While serving, the keys and values of pair s are in cache slot s, in a cache of one layer. A round first stores the
+pairs of the accepted tokens, with features from the target pass. Then it drafts with pairs that have the draft's own
+features; the next round overwrites these. In a tree of drafts the pair of node i is in slot anchor + 1 + i. In this
+module the anchor of a tree is the text's last pair (see `Tree`).
 
-H width of the target's states and of the draft, Vd tokens in the draft's vocabulary, V in the target's, A rows, n pairs
-per row, K drafts per round.
+H width of the target's states and of the draft, D width of an attention head, Vd tokens in the draft's vocabulary, V in
+the target's, A rows, n pairs per row, K drafts per round.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads. layers: number of the target's layers, L.
-    Numbered as in `models.passes`, the layers are 2, L // 2 and L - 3 (EAGLE-3), or closer together if L is small."""
+    """Return the low, middle and high layer whose states the draft reads, numbered as in `models.passes`: 2, L // 2 and
+    L - 3 (EAGLE-3), or closer together if L is small. layers: the number L of the target's layers."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -54,18 +54,18 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:
-    """Return, for each layer whose input is meant, the number of the layer whose output that is: the input of layer i
-    is the output of layer i - 1. For i = 0 it is the embeddings, numbered -1."""
+    """Return, for each layer whose input is read, the number of the layer that has this input as its output: i - 1 for
+    layer i. The input of layer 0 is the embeddings, numbered -1."""
     return [layer - 1 for layer in layers]
 
 
 class EagleConfig(PretrainedConfig):
-    """The config of a folder in the EAGLE-3 format. depths: how many drafts per round the draft was trained for.
-    head_rank: the rank of a low-rank head, which the format does not have; None for a whole head.
+    """The config of a folder in the EAGLE-3 format. depths: number of drafts per round in training. head_rank: the rank
+    of a low-rank head, an addition to the format; None for a full-rank head.
 
-    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: the
-    same states for SGLang, as numbers of the layers whose outputs they are. If only `eagle_config` is given, its
-    numbers mean inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
+    eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: for
+    SGLang, the same states, numbered by the layers that output them. If only `eagle_config` is given, its numbers mean
+    inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
     """
 
     model_type = "llama"
@@ -116,13 +116,13 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return the layers of the target whose states `fc` joins, in order, numbered as in `models.passes`."""
+        """Return the target's layers whose states `fc` joins, in order, numbered as in `models.passes`."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
 class FeatureNetwork(PreTrainedModel):
-    """The common part of networks that read the target's states: `fc`, which joins the states of several layers, a norm
-    and a head. A subclass defines `add_layers` and calls `post_init` at the end."""
+    """The common part of networks that read the target's states: `fc`, a norm and a head. `fc` joins the states of
+    several layers. A subclass defines `add_layers` and calls `post_init` at the end of its `__init__`."""
 
     config_class: Any = EagleConfig
     base_model_prefix = ""
@@ -153,7 +153,8 @@ class FeatureNetwork(PreTrainedModel):
         return None
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the network in a folder, with the architecture name that engines load. options: transformers' own."""
+        """Save the network in a folder, with the architecture name that serving engines load. options: as in
+        transformers."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -163,8 +164,8 @@ class FeatureNetwork(PreTrainedModel):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target has other sizes than the network or lacks a layer
-        that it reads, or if a pruned vocabulary has wrong ids."""
+        """Raise ValueError if the target's sizes differ from the network's, if the target lacks a layer that the
+        network reads, or if the ids of a pruned vocabulary are wrong. where: the start of the message."""
         same_sizes(self.config, target, where)
         layers = layers_of(target.config)
         if max(self.config.layers) >= layers:
@@ -175,47 +176,48 @@ class FeatureNetwork(PreTrainedModel):
         if self.pruned:
             refuse_ids(self.known, self.config.vocab_size, f"{where}: tensor d2t")
             if not self.t2d.is_meta and not torch.equal(self.t2d.nonzero()[:, 0], self.known.sort().values):
-                raise ValueError(f"{where}: the tensor t2d does not mark the tokens that the tensor d2t names")
+                raise ValueError(f"{where}: the tensors t2d and d2t name different tokens: export the draft again")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """Return the features (..., H) that `fc` makes of the target's states: layer -> (..., H)."""
+        """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H)."""
         joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., vocabulary) for states (..., H), to which `norm` was applied. Tokens outside the draft's
-        vocabulary get -inf."""
+        """Return logits (..., vocabulary) over the target's ids; tokens outside the draft's vocabulary get -inf. states
+        (..., H): after `norm`."""
         return self.spread(self.lm_head(states), vocabulary)
 
     def spread(self, logits: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., vocabulary) over the target's ids, from logits (..., Vd) over the draft's own tokens.
-        Tokens outside the draft's vocabulary get -inf."""
+        """Return logits (..., vocabulary) over the target's ids; tokens outside the draft's vocabulary get -inf. logits
+        (..., Vd): over the draft's own tokens."""
         if not self.pruned:
             return logits[..., :vocabulary]
         size = max(vocabulary, self.config.vocab_size)  # the draft's vocabulary may have ids of the target's padding
         return spread_logits(logits, self.known, size)[..., :vocabulary]
 
     def own_logits(self, states: Tensor, vocabulary: int) -> Tensor:
-        """Return logits (..., Vd) over the draft's own tokens, for states (..., H), to which `norm` was applied. Tokens
-        whose target id is not below `vocabulary` get -inf."""
+        """Return logits (..., Vd) over the draft's own tokens; tokens whose target id is not below `vocabulary` get
+        -inf. states (..., H): after `norm`."""
         logits: Tensor = self.lm_head(states)
         return logits.masked_fill(self.known >= vocabulary, -torch.inf) if self.pruned else logits[..., :vocabulary]
 
     def target_ids(self, ids: Tensor) -> Tensor:
-        """Return the target's ids (...) for ids (...) of the draft's own tokens."""
+        """Return the target's ids (...) of the draft's own tokens. ids (...): numbers of tokens in the draft's
+        vocabulary."""
         return ids + self.d2t[ids] if self.pruned else ids
 
     def target_probs(self, probs: Tensor, vocabulary: int) -> Tensor:
-        """Return distributions (..., vocabulary) over the target's ids, from distributions (..., Vd) over the draft's
-        own tokens."""
+        """Return distributions (..., vocabulary) over the target's ids. probs (..., Vd): over the draft's own
+        tokens."""
         if not self.pruned:
             return probs
         return spread_probs(probs, self.known, max(vocabulary, self.config.vocab_size))[..., :vocabulary]
 
     def term(self, vocabulary: int) -> Term | None:
-        """Return the function that maps ids to the terms (..., vocabulary) that the Markov head adds to the logits of
-        the next token, or None without such a head."""
+        """Return a function from the ids (...) of the preceding tokens to the terms (..., vocabulary) that the Markov
+        head adds to the next token's logits. Return None without such a head."""
         markov = self.markov_head
         return None if markov is None else lambda ids: self.spread(markov(ids), vocabulary)
 
@@ -226,8 +228,8 @@ class FeatureNetwork(PreTrainedModel):
 
     @torch.no_grad()
     def know(self, ids: Sequence[int], rows: Tensor | None = None) -> None:
-        """Set the draft's vocabulary, in place, to these Vd target ids, in ascending order. rows (V, H): weights of a
-        head for all target ids, whose rows for these ids become the draft's head; None to keep the head."""
+        """Set the draft's vocabulary, in place. ids: Vd target ids, in ascending order. rows (V, H): the weight of a
+        head for all target ids; its rows for these ids become the draft's head. None to keep the head."""
         chosen = torch.tensor(list(ids), device=self.lm_head.weight.device)
         self.d2t.copy_(chosen - torch.arange(len(chosen), device=chosen.device))
         self.t2d.zero_()[chosen] = True
@@ -235,16 +237,16 @@ class FeatureNetwork(PreTrainedModel):
             fill(self.lm_head, rows[chosen.to(rows.device)].to(chosen.device))
 
     def lower_head(self, rank: int) -> None:
-        """Replace a whole head by the nearest product of this rank, in place. Raises ValueError for a rank above the
-        smaller size of the head."""
+        """Replace a full-rank head by the nearest product of this rank, in place. Raises ValueError for a rank above
+        the smaller size of the head."""
         whole = self.lm_head.weight.detach()
         head = projection(self.config.hidden_size, len(whole), rank).to(whole.device, whole.dtype)
         fill(head, whole)
         self.lm_head, self.config.head_rank = head, rank
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (..., 1, D) of the rotary angles at positions (...). `sin` has the sign of the rotation,
-        so that `rotated` needs no other."""
+        """Return cos and sin (..., 1, D) of the rotary angles at positions (...). `sin` already has the signs that
+        `rotated` needs."""
         size = self.config.head_dim
         steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
         turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
@@ -263,11 +265,11 @@ class EagleNetwork(FeatureNetwork):
         self.midlayer = _Layer(config)
 
     def layer(self, embedded: Tensor, features: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the output (A, n, H) of the decoder layer. `head` reads it after `norm`, and it replaces the features
-        of the next pair.
+        """Return the decoder layer's output (A, n, H). After `norm`, `head` reads it. It also serves as the next pair's
+        features if the target has none yet.
 
-        embedded, features (A, n, H): those of the pairs. cos, sin (A or 1, n, 1, D): angles of the pairs' positions,
-        see `angles`. attend: the attention function.
+        embedded, features (A, n, H): the two parts of each pair. cos, sin (A or 1, n, 1, D): angles of the pairs'
+        positions, see `angles`. attend: the attention function.
         """
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
@@ -279,7 +281,8 @@ class EagleNetwork(FeatureNetwork):
 
 
 class Norm(nn.RMSNorm):
-    """An RMS norm in the precision of its weight, which is float32 in mixed-precision training."""
+    """An RMS norm that computes in the dtype of its weight (float32 in mixed-precision training) and returns the
+    input's dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(self.weight.dtype)).to(x.dtype)
@@ -326,8 +329,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class PairSlots(NamedTuple):
-    """The slots of pairs, S in number. shape: sizes of the attention. cos, sin (S, 1, D): angles of all positions.
-    keys, values: (rows, G, S, D) of each layer, with G heads of keys and values."""
+    """The cache slots of pairs: S slots per row. shape: sizes of the attention. cos, sin (S, 1, D): angles of all
+    positions. keys, values: for each layer, (rows, G, S, D), with G heads of keys and values."""
 
     shape: llama.ModelShape
     cos: Tensor
@@ -340,12 +343,12 @@ class PairSlots(NamedTuple):
         return self.cos[positions], self.sin[positions]
 
     def mask(self, window: Window) -> Tensor:
-        """Return the mask (A, 1, n, limit) that is added to the attention scores of a window."""
+        """Return the attention mask (A, 1, n, limit) of a window, to be added to the attention scores."""
         return additive(visible(window, window.positions.device), self.shape.held)
 
     def attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Return the attention function of a layer. It stores new keys and values in the window's slots, then reads the
-        slots up to the window's limit."""
+        """Return the attention function of a layer (0-based). mask (A, 1, n, limit): see `mask`. The function stores
+        new keys and values in the window's slots, then reads the slots up to the window's limit."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -356,15 +359,16 @@ class PairSlots(NamedTuple):
         return attend
 
     def store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """Write keys and values (A, n, G, D) of a layer to the window's slots."""
+        """Write the keys k and values v (A, n, G, D) of a layer to the window's slots."""
         row = torch.arange(window.low, window.high, device=k.device).unsqueeze(1)
         for slots, new in ((self.keys[layer], k), (self.values[layer], v)):
             slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
 
 
 class EagleDrafting(nn.Module):
-    """The drafts of a round as a function of tensors. embedding: the target's. vocabulary: number of the target's ids.
-    branching: the trees to draft, None for chains. greedy: whether to draft the likeliest tokens."""
+    """Drafts a round, as a function of tensors. embedding: the target's embedding. shape: sizes of the attention.
+    vocabulary: number of the target's ids. branching: the trees to draft, None for chains. greedy: whether to draft the
+    likeliest tokens."""
 
     def __init__(
         self,
@@ -380,9 +384,9 @@ class EagleDrafting(nn.Module):
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
-        """Return the drafts of K depths and their distributions. given: the tensors of `Eagle._given` and
-        `Eagle._reads`. If distributions depend on a temperature alone, drafts are drawn among the tokens of the draft's
-        vocabulary."""
+        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). given: the
+        tensors of `Eagle._given` and `Eagle._reads`. If the distributions depend only on a temperature, drafts are
+        drawn among the tokens of the draft's vocabulary."""
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
@@ -409,15 +413,15 @@ class EagleDrafting(nn.Module):
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the output (A, n, H) of the decoder layer for pairs of ids (A, n) and features (A, n, H). This writes
-        to the window's slots and reads the slots up to its limit."""
+        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes to
+        the window's slots, and reads the slots up to the window's limit."""
         attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
         output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
         return output
 
     def logits(self, output: Tensor, own: bool = False) -> Tensor:
-        """Return logits (A, n, V) for outputs (A, n, H) of the decoder layer. own: whether to return logits (A, n, Vd)
-        over the draft's own tokens instead."""
+        """Return logits (A, n, V), or (A, n, Vd) over the draft's own tokens if `own`. output (A, n, H): of the decoder
+        layer."""
         head = self.network.own_logits if own else self.network.head
         logits: Tensor = head(self.network.norm(output), self.vocabulary)
         return logits
@@ -427,14 +431,14 @@ FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stor
 
 
 class Eagle(Proposer):
-    """A proposer that drafts with an `EagleNetwork`. It drafts for the target that the network was trained for, on the
-    target's device.
+    """A proposer that drafts with an `EagleNetwork`. The network must have been trained for the engine's target. It
+    runs on the target's device.
 
-    It drafts nothing for a text of one token, since the target has read no token yet. greedy: draft the likeliest
-    tokens, with one-hot distributions. compile: whether rounds are compiled, or CUDA graphs on a GPU; None to do as the
-    target does. On a CPU, only chains whose distributions depend on a temperature alone are compiled. int8: whether the
-    weights are rounded to 8 bits, which needs `llama.has_kernel`; q is then the distribution of the rounded network.
-    shape: the trees to draft, as in `Independent`; None for chains.
+    A text of one token gets no drafts, since the target has read no token yet. greedy: whether to draft the likeliest
+    tokens, with one-hot distributions. compile: whether rounds are compiled on a CPU, or recorded as CUDA graphs on a
+    GPU; None to do as the target does. On a CPU, only chains whose distributions depend on a temperature alone are
+    compiled. int8: whether the weights are rounded to 8 bits, if `llama.has_kernel` allows it; q is then the
+    distribution of the rounded network. shape: the trees to draft, as in `Independent`; None for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -464,8 +468,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """Return a proposer for a folder in the EAGLE-3 format. Raises the errors of `load_draft`, and ValueError if
-        the network does not fit the target."""
+        """Return a proposer for a folder in the EAGLE-3 format. Raises what `load_draft` raises, and ValueError if the
+        network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
@@ -542,7 +546,8 @@ class Eagle(Proposer):
         return self.network.fc.weight.device
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Store all pairs of the prompts but the last of each, whose features are kept for the first round."""
+        """Store every pair of each prompt except the last one. The last pair's features are kept for the first round.
+        low, prompts, states: as in `Proposer.stage`."""
         A, features = len(prompts), self._features(states)
         width = features.shape[1]
         ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]
@@ -570,8 +575,8 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Return the features of the target's states. Numbers that are not finite become 0, so that no slot contains
-        NaN; rows with such numbers end or get no drafts."""
+        """Return the features (A, n, H) of the target's states. Numbers that are not finite become 0, so that no slot
+        contains NaN. Rows with such numbers end, or get no drafts."""
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
@@ -599,13 +604,14 @@ class Eagle(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)
 
     def _room_for(self, K: int) -> int:
-        """Return the number of slots that a round of K depths needs after the pairs that are not stored yet."""
+        """Return the number of cache slots that a round of K depths needs after the pairs of its text."""
         return self.branching.counts[-1] if self.branching else K
 
     def _given(self, round: Round, k: list[int], lacking: list[int], width: int) -> dict[str, Tensor]:
-        """Return the inputs of a round, for the pairs that slots lack: `lacking` (A, width), ids of their second
-        tokens; `features` (A, width, H); `pairs` (A,), the position of the first; and `only` (A,), the column of the
-        last, after which columns are not read. lacking: how many pairs each row's slot lacks."""
+        """Return the inputs of a round, for the pairs that are not stored yet: `lacking` (A, width), the ids of their
+        second tokens; `features` (A, width, H); `pairs` (A,), the position of the first such pair; and `only` (A,), the
+        column of the last one. Columns after it are padding. k: drafts per row. lacking: for each row, the number of
+        these pairs. width: the number of columns."""
         tails = [text[-max(one, 1) :] for text, one in zip(round.texts, lacking, strict=True)]
         ids = [tail + tail[-1:] * (width - len(tail)) for tail in tails]
         shape, only = self.branching, [max(one - 1, 0) for one in lacking]
@@ -620,7 +626,7 @@ class Eagle(Proposer):
         return self.host.vocabulary
 
     def _reads(self, limit: int) -> dict[str, Any]:
-        """Make room for `limit` slots, and return the tensors that rounds read in place: the numbers of the slots to
+        """Make room for `limit` cache slots. Return the tensors that rounds read in place: the numbers of the slots to
         read, the angles of all positions, and keys and values."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
         if not self.slots or len(self.slots["cos"]) < self.cache.slots:  # new slots; a copy is not told
@@ -669,14 +675,15 @@ class Eagle(Proposer):
         self.waiting.pop()
 
     def _copy(self, source: int, target: int) -> None:
-        """Copy a row from one slot to another. The row's entries in the lists are already at `target`."""
+        """Copy a row's state from slot `source` to slot `target`. The row's entry in `stored` is already at
+        `target`."""
         self.cache.move(source, target, self.stored[target])
         self.features[target] = self.features[source]
 
 
 def draft_window(anchor: Tensor, nodes: Nodes, n: int, limit: int) -> Window:
-    """Return the window of the pairs of n drafts per row. anchor (A,): slot of each text's last pair. nodes: the level
-    and the tree of these drafts. limit: number of slots to read."""
+    """Return the window of the pairs of n drafts per row. anchor (A,): cache slot of each text's last pair. nodes: the
+    depth and the tree of these drafts. limit: number of cache slots to read."""
     if nodes.tree is None:
         return Window(0, len(anchor), anchor.unsqueeze(1) + nodes.depth, None, limit)
     return replace(tree_window(nodes.tree.on(anchor.device), n, anchor, 0), limit=limit)

@@ -1,13 +1,13 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
-The draft reads the keys and values that the target's first layers stored for the text, so nothing is computed or stored
-twice. The keys and values of drafts are written into the target's slots. The pass that verifies the drafts overwrites
-them before it reads them, so the text is the same as without a draft, to the bit.
+The draft reads the keys and values that the target's first layers stored for the text, so no token of the text is
+computed or stored twice. The keys and values of drafts are written into the target's slots. The pass that verifies the
+drafts overwrites them before it reads them, so the text is the same as without a draft, to the bit.
 
-The weights of a draft are a norm and low-rank changes of the first layers, which apply to drafts only. The draft model
-is built from the target's modules and tensors. Changed weights are copies, so the target is not changed.
+A draft's own weights are a norm and low-rank changes of the first layers. The changes apply only when it drafts. The
+draft model is built from the target's modules and tensors; changed weights are copies, so the target stays as it is.
 
-L layers, r the rank, D width.
+r the rank, D width of the states.
 """
 
 import copy
@@ -39,8 +39,8 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 class ExitConfig(PretrainedConfig):
     """The config of an early exit. num_hidden_layers: number of the target's decoder layers that draft. rank: rank of
-    the change of each projection, 0 for no change. depths: how many drafts per round the exit was trained for.
-    projections: name of each projection in a layer -> (out, in), its size."""
+    the change of each projection, 0 for no change. depths: number of drafts per round in training. projections: for
+    each projection in a layer, by name, its size [out, in]."""
 
     model_type = "cotrain_early_exit"
 
@@ -69,8 +69,8 @@ class Change(nn.Module):
 
 
 class ExitNetwork(PreTrainedModel):
-    """The weights of an early exit. norm (D,): the weight of the exit's norm. layers: the `Change` of each projection
-    of each layer."""
+    """The weights of an early exit. norm (D,): the weight of the exit's norm. layers: for each layer, the `Change` of
+    each projection, by name."""
 
     config_class = ExitConfig
     base_model_prefix = "exit"
@@ -86,12 +86,15 @@ class ExitNetwork(PreTrainedModel):
         """Do nothing, since `__init__` has initialised the weights."""
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target has other sizes than the network, or fewer layers
-        than it uses."""
+        """Raise ValueError if the target's sizes differ from the network's, or if the target has fewer layers than the
+        network uses. where: the start of the message."""
         same_sizes(self.config, target, where)
         blocks, layers = decoder_layers(target), self.config.num_hidden_layers
         if layers > len(blocks):
-            raise ValueError(f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}")
+            raise ValueError(
+                f"{where}: it exits after {layers} layers, but the target has only {len(blocks)}: give the target "
+                "that it was made for"
+            )
         theirs = layer_projections(blocks[0])  # an adapter gives its projections other names
         for name, size in self.config.projections.items():
             if theirs.get(name, size) != size:
@@ -117,8 +120,8 @@ def _key(name: str) -> str:
 
 
 class Changed(nn.Module):
-    """A projection with its low-rank change. first: the first column of a pass that the change applies to; earlier
-    columns use the target's weight alone."""
+    """A projection with its low-rank change. first: the first column (0-based) of a pass that the change applies to;
+    earlier columns use only the target's weight."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -133,9 +136,9 @@ class Changed(nn.Module):
 
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
-    """Return an untrained exit after the first `layers` decoder layers. It applies copies of the target's norm, and the
-    target's head, to the states there. rank, depths: see `ExitConfig`. Raises ValueError for an encoder-decoder, and
-    unless layers is from 1 to the target's number of layers."""
+    """Return an untrained exit after the first `layers` decoder layers. Its norm is a copy of the target's; the logits
+    come from the target's head. rank, depths: see `ExitConfig`. Raises ValueError for an encoder-decoder, and unless
+    layers is from 1 to the target's number of layers."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     refuse_encoder(target)
     if not 0 < layers <= len(blocks):
@@ -161,23 +164,26 @@ def refuse_encoder(target: PreTrainedModel) -> None:
 
 
 def layer_projections(block: nn.Module) -> dict[str, list[int]]:
-    """Return the size of each projection of a decoder layer: name -> [out, in]."""
+    """Return the size [out, in] of each projection of a decoder layer, by name."""
     return {name: [m.out_features, m.in_features] for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
 def final_norm(model: PreTrainedModel) -> Any:
-    """Return the norm after the decoder layers: the last module of the body that is no list of layers and has a weight
-    (D,). Raises ValueError if there is none."""
+    """Return the norm after the decoder layers: the last module of the decoder that is not a list of layers and has a
+    weight (D,). Raises ValueError if there is none."""
     width, body = model.config.get_text_config().hidden_size, model.get_decoder()
     for module in reversed([m for m in body.children() if not isinstance(m, nn.ModuleList)]):
         if tuple(getattr(module, "weight", torch.empty(0)).shape) == (width,):
             return module
-    raise ValueError(f"{type(model).__name__} has no norm of {width} numbers after its decoder layers")
+    raise ValueError(
+        f"{type(model).__name__} has no norm of {width} numbers after its decoder layers, so it cannot exit early: use "
+        "another kind of draft"
+    )
 
 
 def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """Return a model made of the target's embeddings, first `layers` decoder layers, norm and head. Its modules are
-    new, and share the target's tensors."""
+    """Return a model with the target's embeddings, first `layers` decoder layers, norm and head. Its modules are new;
+    its tensors are the target's own."""
     shared = [*target.parameters(), *target.buffers()]
     model: PreTrainedModel = copy.deepcopy(target, {id(tensor): tensor for tensor in shared})
     del decoder_layers(model)[layers:]
@@ -189,8 +195,8 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """Return a model of the target's first layers in which the norm and the changes are the network's own parameters,
-    to train them. Columns of a pass before `first` use the unchanged layers."""
+    """Return a model to train: the target's first layers, with the network's norm and changes as parameters. first: the
+    first column (0-based) of a pass that the changes apply to; earlier columns use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -204,11 +210,11 @@ _SERVING: WeakKeyDictionary[ExitNetwork, tuple[Any, bytes, Stamp, PreTrainedMode
 
 
 def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
-    """Return a model of the target's first layers with the network's changes, added to copies of the weights in the
-    target's dtype.
+    """Return a model to serve: the target's first layers, with the network's changes added to copies of the weights in
+    the target's dtype.
 
     The result is cached, and built again when the network or the target has changed. Projections that are not plain
-    `Linear` (quantised ones) have the change as a module.
+    `Linear` (quantised ones) get the change as a module.
     """
     weights, cached = checksum(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
@@ -241,12 +247,12 @@ def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
 
 
 class EarlyExit(Independent):
-    """A proposer that drafts with the first layers of the engine's own target and the changes of `network` (LayerSkip:
+    """A proposer that drafts with the first layers of the engine's target, changed as `network` says (LayerSkip:
     Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
-    With changes, the distribution of a draft depends on its depth: keys and values of earlier drafts come from the
-    changed layers, those of the text from the target. target: the engine's model; `open` raises ValueError for another
-    engine. greedy, compile, shape: as in `Independent`. Raises ValueError for an encoder-decoder.
+    With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
+    changed layers, the text's from the target. target: the engine's model. `open` raises ValueError if the engine has
+    another model. greedy, compile, shape: as in `Independent`. Raises ValueError for an encoder-decoder.
     """
 
     network_class: Any = ExitNetwork
@@ -268,8 +274,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the network does
-        not fit the target."""
+        """Return a proposer for a draft folder. Raises what `load_draft` raises, and ValueError if the network does not
+        fit the target."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 
@@ -283,7 +289,7 @@ class EarlyExit(Independent):
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
             raise ValueError(
-                "EarlyExit: its target is not the engine's model: make the proposer with the engine's model"
+                "EarlyExit: its target is not the engine's model: give the same model to EarlyExit and to Engine"
             )
         shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
         model, self.model = self.model, serving(self.network, self.target)
@@ -307,7 +313,7 @@ class EarlyExit(Independent):
         return super().propose(round)
 
     def commit(self, outcome: Outcome) -> None:
-        """Do nothing, since drafts are overwritten."""
+        """Do nothing, since the target overwrites the keys and values of drafts."""
 
     def move(self, source: int, target: int) -> None:
         """Do nothing, since the target moves its slots."""

@@ -1,12 +1,12 @@
 """Draft heads on the target's newest state: Medusa (Cai et al. 2024, 2401.10774) and Hydra (Ankner et al. 2024,
 2402.05109). This module has their networks, for training and for serving, and the proposers.
 
-Head j predicts the token j + 2 positions after the token whose state it reads. The newest state when a round begins is
-that of the token before the anchor, so head 0 predicts the first new token. The target's own head computes the logits.
-Medusa's heads see neither the anchor nor each other's drafts. Hydra's head j also reads the embeddings of j + 1 tokens:
-the anchor and the drafts of heads 0 to j - 1.
+The anchor is a text's last token; the target has not read it when a round begins. The newest state is therefore at the
+token before the anchor. Head j (0-based) predicts the token j + 2 positions after that token, so head 0 predicts the
+first new token. The target's own head computes the logits. Medusa's heads see neither the anchor nor each other's
+drafts. Hydra's head j also reads the embeddings of j + 1 tokens: the anchor, and the drafts of heads 0 to j - 1.
 
-K heads or drafts, L blocks of each head, D width of the target's states, N states, A rows, V vocabulary.
+K heads or drafts, L blocks per head, D width of the target's states, N states, A rows, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ Given = Mapping[str, Tensor]  # newest (A, D): states; anchor (A, 1): the ids af
 
 
 class MedusaConfig(PretrainedConfig):
-    """The config of Medusa heads. hidden_size, vocab_size: D and V of the target. num_heads, num_hidden_layers: K and
-    L, under vLLM's keys. markov_rank: rank of the Markov head, 0 for none."""
+    """The config of Medusa heads. hidden_size, vocab_size: the target's D and V. num_heads, num_hidden_layers: K and L
+    (the names are vLLM's). markov_rank: rank of the Markov head, 0 for none."""
 
     model_type = "medusa"
 
@@ -86,8 +86,8 @@ class HeadsNetwork(PreTrainedModel):
         return int(self.config.num_heads)
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the target's width or vocabulary size differs from that of the
-        heads."""
+        """Raise ValueError if the target's width or vocabulary size differs from the heads'. where: the start of the
+        message."""
         same_sizes(self.config, target, where)
 
 
@@ -107,8 +107,8 @@ class MedusaNetwork(HeadsNetwork):
         self.post_init()
 
     def states(self, newest: Tensor, heads: int) -> Tensor:
-        """Return the states (heads, N, D) that the target's head reads, from the newest states (N, D). heads: how many
-        heads to compute, from the first on. There is one batched product per block."""
+        """Return the states (heads, N, D) that the target's head reads. newest (N, D): the newest states. heads: number
+        of heads to compute, from head 0 on. There is one batched product per block."""
         x = newest.to(self.weight.dtype).expand(heads, *newest.shape)
         for weight, bias in zip(self.weight[:heads].unbind(1), self.bias[:heads].unbind(1), strict=True):
             x = x + F.silu(torch.baddbmm(bias.unsqueeze(1), x, weight.transpose(1, 2)))
@@ -116,11 +116,11 @@ class MedusaNetwork(HeadsNetwork):
 
 
 class HydraNetwork(HeadsNetwork):
-    """The Hydra heads. Head j of state s and embeddings e_0 .. e_j, each scaled to a mean square of 1, gives s + U_j
-    silu(W_j s + b_j + sum_i V_ij e_i). U is zero before training, so that every head returns the state unchanged.
+    """The Hydra heads. Head j reads a state s and embeddings e_0 to e_j, each scaled to a mean square of 1. It gives s
+    + U_j silu(W_j s + b_j + sum_i V_ij e_i). U is zero before training, so that every head returns the state unchanged.
 
-    Token i (the anchor is token 0) is added to the sums of heads i, i + 1, ... by one product. state, out (K, D, D): W
-    and U. bias (K, D): b. tokens (K (K + 1) / 2, D, D): V_ij, by i, then by j >= i.
+    One product adds token i (token 0 is the anchor) to the sums of heads i, i + 1, ... state (K, D, D): W. out (K, D,
+    D): U. bias (K, D): b. tokens (K (K + 1) / 2, D, D): V_ij, ordered by i, then by j >= i.
     """
 
     config_class = HydraConfig
@@ -135,32 +135,31 @@ class HydraNetwork(HeadsNetwork):
         self.post_init()
 
     def read_state(self, newest: Tensor, heads: int) -> Tensor:
-        """Return the sums (heads, N, D) W_j s + b_j of the first `heads` heads, before a token is added. newest (N, D):
-        the states s."""
+        """Return the sums W_j s + b_j (heads, N, D) of the first `heads` heads, before any token is added. newest (N,
+        D): the states s."""
         x = newest.to(self.state.dtype).expand(heads, *newest.shape)
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """Return the sums (n, N, D) of heads i, i + 1, ... after adding token i to `sums`, which have the same shape.
-        embedded: embeddings of the token, (N, D) or (n, N, D)."""
+        """Add token i to the sums (n, N, D) of heads i, i + 1, ..., and return the new sums. embedded: the token's
+        embeddings, (N, D) or (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
 
     def head_states(self, sums: Tensor, newest: Tensor, j: int) -> Tensor:
-        """Return the states (N, D) of head j that the target's head reads. sums (N, D): those of the head, with all its
-        tokens. newest (N, D): the target's newest states."""
+        """Return the states (N, D) of head j, which the target's head reads. sums (N, D): the sums of head j with all
+        its tokens. newest (N, D): the target's newest states."""
         return torch.addmm(newest.to(self.out.dtype), F.silu(sums), self.out[j].T)
 
 
 class DraftHeads(Proposer):
-    """A proposer that drafts with heads on the state of the token before the anchor, the newest state when a round
-    begins.
+    """A proposer that drafts with heads on the newest state, at the token before the anchor.
 
-    network: the heads, used without a change. greedy: draft argmax q with a one-hot distribution instead of drawing
-    from q. shape: the trees to draft, as in `Independent`; None for chains. After a prompt of one token there is no
-    state, so the first round drafts nothing. If the target's passes are CUDA graphs, all drafts of a round are one
-    graph.
+    network: the heads, used unchanged. greedy: whether to draft argmax q, with a one-hot distribution, instead of
+    drawing from q. shape: the trees to draft, as in `Independent`; None for chains. After a prompt of one token there
+    is no state, so the first round drafts nothing. If the target's passes are CUDA graphs, all drafts of a round are
+    one graph.
     """
 
     reads = (LAST,)
@@ -178,8 +177,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """Return a proposer for a draft folder. Raises the errors of `load_draft`, and ValueError if the target's sizes
-        differ from those of the heads."""
+        """Return a proposer for a draft folder. Raises what `load_draft` raises, and ValueError if the target's sizes
+        differ from the heads'."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -196,8 +195,8 @@ class DraftHeads(Proposer):
         return str(self.network.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
-        """Allocate the states. Raises ValueError if the target's sizes differ from those of the heads, and for a shape
-        that the heads cannot draft."""
+        """Begin a call, and allocate the newest states (slots, D). Raises ValueError if the target's sizes differ from
+        the heads', and for trees that the heads cannot draft."""
         target = host.target
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
@@ -237,14 +236,15 @@ class DraftHeads(Proposer):
         return shape.proposal(k, x, q) if shape else Proposal(x, q, k)
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
-        """Return the drafts of K depths and the distributions that they were drawn from, as a function of tensors."""
+        """Return the drafts of K depths, (A, K) or (A, N) for trees, and the distributions (A, K or N, V) that they
+        were drawn from. This is a function of tensors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Return the logits (A, V) after the texts, and the `Follow` that returns the logits of K - 1 more levels. Both
-        are functions of tensors alone. given: the newest states and the anchors, see `Given`."""
+        """Return the logits (A, V) of the first draft, and the `Follow` that returns the logits of K - 1 further
+        levels. Both are functions of tensors. given: the newest states and the anchors, see `Given`."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def commit(self, outcome: Outcome) -> None:
@@ -272,8 +272,8 @@ class Medusa(DraftHeads):
 
 
 class Hydra(DraftHeads):
-    """A proposer whose heads see the anchor and earlier drafts. Each draft takes four small products; all nodes at one
-    depth of a tree are computed in the same four."""
+    """A proposer whose heads see the anchor and earlier drafts. Each draft takes four small products. All nodes at one
+    depth of a tree are computed together in four such products."""
 
     network_class: Any = HydraNetwork
 

@@ -1,9 +1,10 @@
-"""Look-up combined with a draft model. In each round a `Gate` decides for each row which of the two drafts.
+"""Look-up combined with a draft model. In each round a `Gate` decides, for each row, whether look-up or the model
+drafts.
 
-The gate compares expected rates of tokens, from counts on held-out text. It reads the length of the match (how many
-last tokens of the text occurred earlier) and where the match is, in the text itself or in a datastore. Both depend on
-earlier text alone. The gate never reads a token that the model drew: dropping or replacing a draft because of its token
-would change the distribution of the text.
+The gate compares expected rates of tokens, from counts on held-out text. It reads the length of look-up's match (the
+number of last tokens of the text that occurred earlier) and the place of the match (the text itself or a datastore).
+Both depend only on earlier text. The gate never reads a token that the model drew: dropping or replacing a draft
+because of its token would change the distribution of the text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,10 +33,10 @@ WEIGHT = 8.0  # the estimate for matches one token shorter counts as much as thi
 class Gate:
     """The acceptance rates and costs that decide between look-up and model.
 
-    lookup[source][n][j]: P(the first j + 1 drafts of a look-up are accepted). Source 0 is the row's own text and source
-    1 a datastore; n = 0 .. LONGEST is the length of the match, in tokens. model[source][n][j]: the same for the model's
-    drafts at positions with such a match. step: the time of one draft of the model. column: the time that one more
-    draft adds to the target's pass. Both times are in units of a plain target step.
+    lookup[s][n][j]: P(the first j + 1 drafts of a look-up are accepted). s = 0 if the match is in the row's own text, 1
+    if it is in a datastore. n = 0 to LONGEST is the length of the match, in tokens. model[s][n][j]: P(the first j + 1
+    drafts of the model are accepted) at positions with such a match. step: the time of one draft of the model. column:
+    the time that one more draft adds to the target pass. Both times are in units of a plain target step.
     """
 
     lookup: Sequence[Sequence[Sequence[float]]]
@@ -45,16 +46,16 @@ class Gate:
 
     @classmethod
     def uncalibrated(cls, depths: int = 16) -> "Gate":
-        """Return a gate with default values, which were not counted: acceptance is 0.7 per draft of a model and n / (n
-        + 2) per draft of a look-up, and a draft takes a tenth of a target step. depths: the largest number of drafts
-        per round."""
+        """Return a gate with default values instead of counted ones: acceptance is 0.7 per draft of a model, and n / (n
+        + 2) per draft of a look-up; a draft takes a tenth of a target step. depths: the largest number of drafts per
+        round."""
         lookup = [[(n / (n + 2)) ** (j + 1) for j in range(depths)] for n in range(LONGEST + 1)]
         model = [[0.7 ** (j + 1) for j in range(depths)]] * (LONGEST + 1)
         return cls([lookup, lookup], [model, model], 0.1, 0.02)
 
     def looked_up(self, match: Match, k: int) -> int:
-        """Return how many of the look-up's drafts to use: the number with the highest rate of tokens. Return 0 if the
-        rate is higher when the model drafts k tokens."""
+        """Return how many of the look-up's drafts to use: the number with the highest expected rate of tokens. Return 0
+        if the model's k drafts have a higher rate."""
         source, n = int(match.stored), min(match.length, LONGEST)
         drafted = sum(self.model[source][n][:k])
         best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
@@ -67,16 +68,19 @@ class Gate:
         return best
 
     def to_json(self) -> dict[str, Any]:
-        """Return the contents of the key `gate` in config.json, which has the field `lookup` under the key `found`."""
+        """Return the contents of the key `gate` in config.json. There the field `lookup` has the key `found`."""
         return {_KEYS.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Return the gate that the key `gate` in config.json describes. Raises ValueError if its keys are missing or
+        """Return the gate that the key `gate` in config.json describes. Raises ValueError if keys are missing or
         unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
-            raise ValueError(f"lookup.gate of config.json: these keys are missing or unknown: {', '.join(sorted(odd))}")
+            raise ValueError(
+                f"lookup.gate of config.json: keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys "
+                f"unknown: {', '.join(sorted(odd & set(values))) or 'none'}: use the config.json that cotrain wrote"
+            )
         return cls(**{names[key]: value for key, value in values.items()})
 
 
@@ -85,9 +89,9 @@ _KEYS = {"lookup": "found"}  # field of `Gate` -> its key in config.json, where 
 
 @dataclass(frozen=True)
 class HeldOutPosition:
-    """A position in a held-out text. match: the result of look-up there. right: how many of the look-up's drafts are
-    the text's next tokens. accepted: how many of the model's drafts were accepted in the round that began there, None
-    if no round began there."""
+    """A position in a held-out text. match: look-up's result at this position. right: number of look-up's drafts that
+    equal the text's next tokens. accepted: number of the model's drafts that were accepted in the round that began
+    here; None if no round began here."""
 
     match: Match
     right: int
@@ -95,13 +99,13 @@ class HeldOutPosition:
 
 
 def calibrated_gate(positions: Iterable[HeldOutPosition], depths: int, step: float, column: float) -> Gate:
-    """Return the gate whose rates are counted at positions of held-out text, which the target generated under the
-    settings to be served.
+    """Return a gate with rates that are counted at positions of held-out texts. The target must have generated these
+    texts under the settings to be served.
 
-    depths: the largest number of drafts per round, of look-up or the model. step, column: see `Gate`. A look-up's draft
-    has probability 1 under q, so its acceptance rate is the fraction of positions at which the text has the drafted
-    token. Rates of look-up for matches of n tokens are smoothed towards the rates for n - 1 tokens. Rates of the model
-    are smoothed towards those over all positions, see `WEIGHT`.
+    depths: the largest number of drafts per round. step, column: see `Gate`. A look-up's draft has probability 1 under
+    q, so its acceptance rate is the fraction of positions at which the text has the drafted token. Rates of look-up for
+    matches of n tokens are smoothed towards the rates for n - 1 tokens. Rates of the model are smoothed towards its
+    rates over all positions (see `WEIGHT`).
     """
     cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for position in positions:
@@ -129,8 +133,9 @@ def _model_counts(cell: list[HeldOutPosition], depths: int) -> DepthCounts:
 
 
 def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]]:
-    """Return, for each cell and depth, P(all drafts up to that depth are accepted). The estimate of the previous cell
-    counts as much as `WEIGHT` rounds; `first` is the estimate before the first cell."""
+    """Return, for each cell and depth, P(all drafts down to that depth are accepted). Each estimate is smoothed towards
+    the previous cell's, which counts as much as `WEIGHT` rounds. counts: for each cell, its counts by depth. first: the
+    estimates by depth before the first cell."""
     shares, before = [], first
     for cell in counts:
         before = [(hits + WEIGHT * mean) / (rounds + WEIGHT) for (hits, rounds), mean in zip(cell, before, strict=True)]
@@ -139,12 +144,12 @@ def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]
 
 
 class Hybrid(CompositeProposer):
-    """A proposer that drafts with `retrieval`, or with `model` where the gate says so (as SAM decoding does: Hu et al.
-    2024, 2411.10666). gate: None for `Gate.uncalibrated`.
+    """A proposer that drafts with `retrieval` or with `model`, as the gate decides (SAM decoding: Hu et al. 2024,
+    2411.10666). retrieval: None for `Retrieval()`. gate: None for `Gate.uncalibrated()`.
 
     The gate decides before a token is drawn, from earlier text alone. Each row's drafts are therefore drawn from the
-    distributions that are returned: one-hot for look-up, else the model's. The model does not run for rows that use
-    look-up; it reads their new tokens when it next drafts for them. The model drafts chains.
+    returned distributions: one-hot for look-up, the model's for the model. The model does not run for rows that use
+    look-up; it reads their new tokens when it next drafts for them. The model must draft chains.
     """
 
     network_class: Any = CausalLM
@@ -155,7 +160,7 @@ class Hybrid(CompositeProposer):
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
-        """Return a copy with copies of the parts, so that the two share no state."""
+        """Return a hybrid with copies of the parts, which shares no state with this one."""
         return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
@@ -164,8 +169,8 @@ class Hybrid(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
-        """Return a hybrid for the folder of an independent draft. The key `lookup` in its config.json has the settings
-        of look-up, with the gate."""
+        """Return a hybrid for the folder of an independent draft. The key `lookup` in the folder's config.json has the
+        settings of look-up and the gate."""
         return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
@@ -195,8 +200,8 @@ class Hybrid(CompositeProposer):
 
 
 class PartialRound(RoundView):
-    """A round in which a model drafts for some rows only. The other rows have k_b = 0. sure: the look-up's drafts for
-    these other rows, which are copied to the device together with the numbers that the model sends."""
+    """A round in which the model drafts for some rows only; its k is 0 for the other rows. sure: look-up's drafts for
+    the other rows, copied to the device together with the numbers that the model sends; None if there are none."""
 
     def __init__(self, round: Round, k: list[int], sure: Proposal | None = None) -> None:
         super().__init__(round, k)
@@ -212,7 +217,8 @@ class PartialRound(RoundView):
         return self.sent
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return ids drawn from `probs`. Rows that use look-up get the draft of look-up instead."""
+        """Return ids (A,) drawn from probs (A, V). Rows that use look-up get look-up's token at this depth (0-based)
+        instead."""
         if self.sure is not None and isinstance(depth, int) and depth < self.sure.x.shape[1]:
             sent = self.send()
             certain = one_hot(sent["sure"][:, depth], probs)
@@ -221,10 +227,10 @@ class PartialRound(RoundView):
 
 
 def mixed(part: PartialRound, drawn: Proposal) -> Proposal:
-    """Return one proposal with the drafts of look-up, `part.sure`, and those of the model, `drawn`. Each row has drafts
-    from only one of them.
+    """Return one proposal that joins the drafts of look-up (`part.sure`) and of the model (`drawn`). Each row has
+    drafts from only one of them.
 
-    Raises ValueError if the model drafts a tree, since all rows of a round have one shape of drafts.
+    Raises ValueError if the model drafts a tree, since all rows of a round draft chains or all draft one tree.
     """
     if drawn.tree is not None:
         raise ValueError("Hybrid: its model drafts trees; give it a model that drafts chains, without shape=")

@@ -1,4 +1,5 @@
-"""An independent draft: a small causal LM drafts with one pass per token, or makes all drafts in one call."""
+"""An independent draft: a small causal LM, or an encoder-decoder, drafts with one pass per token, or makes all drafts
+of a round in one call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike, fspath
@@ -26,17 +27,17 @@ GAP = 16  # ids that a slot lacks before it is filled by passes of its own
 
 
 class Independent(Proposer):
-    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or with an encoder-decoder for a
-    target of this type with the same tokenizer. A causal LM reads only the text of the target's decoder. An
-    encoder-decoder encodes the sources itself; if all weights of its encoder are the target's (as in distil-whisper),
-    it reads the target's encoder states and its own encoder does not run.
+    """A proposer that drafts with a causal LM (Leviathan et al. 2023, 2211.17192), or, for an encoder-decoder as the
+    target, with another encoder-decoder with the same tokenizer. A causal LM reads only the text of the target's
+    decoder. An encoder-decoder encodes the sources itself. If its encoder has the target's weights (as in
+    distil-whisper), it reads the target's encoder states instead, and its own encoder does not run.
 
-    model: a transformers model, used without a change, or a path or hub id. greedy: draft argmax q with a one-hot
-    distribution, as serving engines do by default, instead of drawing from q. compile: whether passes are compiled or
-    CUDA graphs (see `models.replay`); None for only on a GPU. int8: whether the weights are rounded to 8 bits, see
-    `models.llama`; q is then the distribution of the rounded model. shape: the trees to draft, as the parents of the
-    nodes (see `StaticTrees`), which are verified by tree, traversal or coupled; None for chains. own_encoder: run the
-    draft's encoder even if it is equal to the target's.
+    model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-hot
+    distribution, instead of drawing from q; serving engines do so by default. compile: whether passes are compiled on a
+    CPU, or recorded as CUDA graphs on a GPU (see `models.replay`); None for only on a GPU. int8: whether the weights
+    are rounded to 8 bits, see `models.llama`; q is then the distribution of the rounded model. shape: the tree to
+    draft, as the parent of each node (see `StaticTrees`), for verify=tree, traversal or coupled; None for chains.
+    own_encoder: whether to run the draft's encoder even if it equals the target's.
     """
 
     network_class: Any = CausalLM
@@ -73,8 +74,8 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Return a proposer for a draft folder. Raises the errors of `load_network`. Warns if the draft was trained for
-        a target of another shape."""
+        """Return a proposer for a draft folder. Raises what `load_network` raises. Warns if the draft was trained for a
+        target of another shape."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -82,8 +83,8 @@ class Independent(Proposer):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, if the network has an encoder that cannot read the target's
-        sources."""
+        """Raise ValueError if the network has an encoder that cannot read the target's sources. where: the start of the
+        message."""
         refuse_other_sources(network, target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
@@ -99,7 +100,7 @@ class Independent(Proposer):
 
     @property
     def weights(self) -> str | None:
-        """Return the dtype of the weights, or "int8"."""
+        """Return the name of the weights' dtype, such as "float32", or "int8" for rounded weights. Never None here."""
         return "int8" if self.int8 else str(self.model.dtype).removeprefix("torch.")
 
     def open(self, host: Host) -> None:
@@ -136,11 +137,9 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts. If
-        the model is compiled, all drafts are made at once, else step by step.
-
-        A row longer than the draft's context gets no drafts.
-        """
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts. A
+        compiled model makes all drafts at once, any other model one by one. A text that is longer than the draft's
+        context gets no drafts."""
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:
@@ -165,25 +164,26 @@ class Independent(Proposer):
         return Proposal(x, q, k)
 
     def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
-        """Store the ids that a slot lacks, except the text's last one, if there are more than `GAP`: after a prompt
-        that was not read yet, or a long time without drafts. Each such text has its own passes, since passes over all
-        rows are as wide as the longest gap."""
+        """Store the ids that a row's slot lacks, except the text's last one, if there are more than `GAP`: the prompt
+        was not read yet, or the row had no drafts for long. Each such row has its own passes, since a pass over all
+        rows is as wide as the longest gap. k: drafts per row."""
         for slot, (text, wanted) in enumerate(zip(texts, k, strict=True)):
             if wanted and len(text) - self.stored[slot] > GAP:
                 store_tails(self.lm, slot, [text], self.stored[slot], CHUNK)
                 self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Return the logits (A, V) after each whole text, in a pass that reads the ids that the slots lack. They are
-        padded on the right; results at the padding are not used."""
+        """Return the logits (A, V) after each whole text, from a pass that reads the ids that the slots lack. k: drafts
+        per row."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
 
     def _lacking(self, texts: Sequence[list[int]], k: list[int]) -> dict[str, Any]:
-        """Return four entries for each row: `lacking`, the ids that its slot lacks; `only`, the index of the last of
-        them; `stored`, the position of the first; and `follows`, the position of the first draft. For a row without
-        drafts, `follows` is the end of its stored tokens, since there may be no room after the text."""
+        """Return, by name, four lists with one entry per row. `lacking`: the ids that the row's slot lacks, padded on
+        the right. `only`: the index of the last of these ids. `stored`: the position of the first of them. `follows`:
+        the position of the first draft; for a row without drafts it is the end of its stored tokens, since there may be
+        no room after the text. k: drafts per row."""
         rows = list(zip(texts, k, self.stored, strict=True))
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         follows = [len(text) if wanted else stored for text, wanted, stored in rows]
@@ -195,7 +195,7 @@ class Independent(Proposer):
 
     def _by_level(self, round: Round, k: list[int], shape: StaticTrees) -> Proposal:
         """Return the drafts of trees of this shape, made with one pass per level. If passes are CUDA graphs, all levels
-        are always drafted, since each tree needs its own graph."""
+        are always drafted, since each tree needs its own graph. k: levels to draft per row."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking)
         depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
@@ -212,8 +212,8 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts from one call of a compiled model. Return None if the drafts cannot be replayed, see
-        `LM.drafts`, or if texts are near the end of the draft's context."""
+        """Return all drafts from one call of a compiled model. Return None if `LM.drafts` cannot make them in one call,
+        or if a text is too short or too near the end of the draft's context. k: drafts per row."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))
         fits = self.tail <= min(ends) and max(ends) + self.longest <= self.lm.context
@@ -263,9 +263,9 @@ class Independent(Proposer):
 
 
 def chain_drafter(greedy: bool) -> Run:
-    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. Its inputs are `last` (A,
-    n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last` must be
-    stored. greedy: draft the likeliest tokens."""
+    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. The function's inputs are
+    `last` (A, n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last`
+    must be stored. greedy: whether to draft the likeliest tokens."""
 
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
         last, ends = given["last"], given["ends"]
@@ -281,10 +281,10 @@ def chain_drafter(greedy: bool) -> Run:
 
 def _load(path: str) -> PreTrainedModel:
     """Return the model at a path. A local folder is loaded as a draft folder. Any other path is the hub id of a causal
-    LM, with or without modules of ours.
+    LM, with or without modules of this project.
 
-    Raises ValueError for tensors that are missing, not finite, or of other shapes than config.json says, and for wrong
-    ids of a pruned head.
+    Raises ValueError if tensors are missing, are not finite or have other shapes than config.json says, and if a pruned
+    head has wrong ids.
     """
     if Path(path).is_dir():
         return widened(load_draft(path)[0])
@@ -292,7 +292,8 @@ def _load(path: str) -> PreTrainedModel:
     network, info = loaded
     if lacking := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
         raise ValueError(
-            f"{path}: these tensors are missing, or their shapes are not those of config.json: {', '.join(lacking)}"
+            f"{path}: tensors are missing or have other shapes than config.json says: {', '.join(lacking)}: use the "
+            "config.json that belongs to these weights"
         )
     require_sound(network, path)
     return widened(network.eval())

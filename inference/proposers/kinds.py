@@ -22,11 +22,11 @@ KINDS = {  # name -> module:class
 
 
 def kind_of(name: str) -> Any:
-    """Return the class of a kind of draft, a subclass of `proposers.base.Proposer`. Raises ValueError for an unknown
-    kind."""
+    """Return the class for a kind of draft, a subclass of `proposers.base.Proposer`. name: a key of `KINDS`. Raises
+    ValueError for an unknown kind."""
     if name == "other_tokenizer":
         raise ValueError("kind: other_tokenizer is no longer supported; give a draft with the target's tokenizer")
     if name not in KINDS:
-        raise ValueError(f"kind: there is no kind of draft {name!r}; there are {', '.join(KINDS)}")
+        raise ValueError(f"kind: there is no kind of draft {name!r}; give one of {', '.join(KINDS)}")
     module, _, name = KINDS[name].partition(":")
     return getattr(import_module(module), name)

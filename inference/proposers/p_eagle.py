@@ -1,11 +1,11 @@
-"""A feature draft that predicts all tokens of a round in one pass, at masks after the text (P-EAGLE, 2602.01469).
+"""A feature draft that predicts all tokens of a round in one pass, at mask tokens after the text (P-EAGLE, 2602.01469).
 
-The network is an `EagleNetwork` with one more vector. Masks follow the text's last pair. A mask is a pair with the
-learnt `mask_hidden` in place of the target's states, and a token of the vocabulary, `pard_token`, in place of the next
-token. Names and shapes are those that vLLM loads.
+The network is an `EagleNetwork` with one more vector. A pair joins the target's states at one token and the embedding
+of the next token, as in `eagle`. Mask tokens follow the text's last pair. A mask token is a pair that has the learnt
+`mask_hidden` in place of the target's states, and the id `pard_token` in place of the next token. Tensors have the
+names and shapes that vLLM loads.
 
-A rows, n pairs per row, `width` the largest number of pairs that a slot lacks, K drafts per round, H width of the
-target's states and of the draft, V vocabulary.
+A rows, n pairs per row, K drafts per round, H width of the target's states and of the draft, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -24,8 +24,8 @@ from inference.proposers.trees import TreeShape, from_one_pass
 
 
 class PEagleConfig(EagleConfig):
-    """The config of a P-EAGLE draft, an `EagleConfig` with two more keys. pard_token: the id whose embedding a mask
-    has, None before training sets it. markov_rank: rank of the Markov head, 0 for none."""
+    """The config of a P-EAGLE draft, an `EagleConfig` with two more keys. pard_token: the id of the mask token, None
+    before training sets it. markov_rank: rank of the Markov head, 0 for none."""
 
     def __init__(self, pard_token: int | None = None, markov_rank: int = 0, **settings: Any) -> None:
         self.pard_token, self.markov_rank = pard_token, markov_rank
@@ -33,8 +33,9 @@ class PEagleConfig(EagleConfig):
 
 
 class PEagleNetwork(EagleNetwork):
-    """The network of a P-EAGLE draft. mask_hidden (3H,): the states of a mask, which `fc` joins like the target's. They
-    start near 1, the size of states: a norm follows `fc`, and a small input would have large gradients."""
+    """The network of a P-EAGLE draft. mask_hidden (3H,): the states at a mask token, which `fc` joins as it joins the
+    target's. They start with a size near 1, like the target's states: a norm follows `fc`, so a small input would have
+    large gradients."""
 
     config_class: Any = PEagleConfig
 
@@ -46,22 +47,22 @@ class PEagleNetwork(EagleNetwork):
 
     @property
     def mask(self) -> int:
-        """Return the id whose embedding a mask has. Raises ValueError if the config has none."""
+        """Return the id of the mask token. Raises ValueError if the config has none."""
         if self.config.pard_token is None:
             raise ValueError(
-                "config.json of a p_eagle draft must have pard_token, the id that the draft reads as a mask"
+                "config.json of a p_eagle draft has no pard_token, the id of the mask token: export the draft again"
             )
         return int(self.config.pard_token)
 
     def mask_features(self) -> Tensor:
-        """Return the features (H,) that a mask has in place of the target's."""
+        """Return the features (H,) at a mask token, in place of the target's."""
         features: Tensor = self.fc(self.mask_hidden)
         return features
 
 
 class PEagleDrafting(EagleDrafting):
-    """The drafts of a round from one pass over the pairs that a slot lacks and K - 1 masks after them, as a function of
-    tensors. Arguments as in `EagleDrafting`."""
+    """Drafts a round in one pass, as a function of tensors. The pass reads the pairs that are not stored yet, then K -
+    1 mask tokens. Arguments as in `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -77,13 +78,13 @@ class PEagleDrafting(EagleDrafting):
 
 
 class PEagle(Eagle):
-    """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 masks.
+    """A proposer that drafts k tokens from one pass over the pairs of the accepted tokens and k - 1 mask tokens.
 
-    Without a Markov head, the distribution at depth j depends on the text and j masks, not on earlier drafts, so all
-    nodes at one depth of a tree have the same distribution. The head adds a term for the preceding token. A round
-    stores masks after the text's pairs; the next round overwrites them. The number of drafts per round is at most that
-    of training, which the config states. The arguments are those of `Eagle`. Raises ValueError if the network's config
-    names no mask.
+    Without a Markov head, the distribution at depth j (0-based) depends on the text and j mask tokens, not on earlier
+    drafts, so all nodes at one depth of a tree have the same distribution. The head adds a term for the preceding
+    token. A round stores keys and values of mask tokens after the text's pairs; the next round overwrites them. A round
+    drafts at most as many tokens as in training (`depths` of the config). Arguments as in `Eagle`. Raises ValueError if
+    the config has no `pard_token`.
     """
 
     network_class = PEagleNetwork

@@ -1,4 +1,4 @@
-"""A parallel draft. A small causal LM predicts all tokens of a round in one pass, at masks after the text."""
+"""A parallel draft. A small causal LM predicts all tokens of a round in one pass, at mask tokens after the text."""
 
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
@@ -20,14 +20,15 @@ MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a m
 
 
 class Parallel(Independent):
-    """A proposer that drafts k tokens in one pass over the anchor and k - 1 masks (PARD: An et al. 2025, 2504.18583).
+    """A proposer that drafts k tokens in one pass over the text's last token (the anchor) and k - 1 mask tokens (PARD:
+    An et al. 2025, 2504.18583).
 
-    Without a Markov head (`models.markov`), the distribution at depth j depends on the text and j masks, not on earlier
-    drafts, so all nodes at one depth of a tree have the same distribution. With the head, the preceding token adds a
-    term to a draft's logits, so drafts are drawn in order from the same pass. Each draft is drawn from its
-    distribution, so verification is exact. The next round overwrites keys and values of masks. The number of drafts per
-    round is at most that of training, which the config states. The arguments are those of `Independent`. Raises
-    ValueError if the model's config names no mask.
+    Without a Markov head (`models.markov`), the distribution at depth j (0-based) depends on the text and j mask
+    tokens, not on earlier drafts, so all nodes at one depth of a tree have the same distribution. With the head, the
+    preceding token adds a term to a draft's logits, so drafts are drawn in order from the same pass. The next round
+    overwrites the keys and values of mask tokens. A round drafts at most as many tokens as in training (`pard_depths`
+    of the config). Arguments as in `Independent`. Raises ValueError if the model's config lacks `pard_token` or
+    `pard_depths`.
     """
 
     def __init__(
@@ -56,7 +57,8 @@ class Parallel(Independent):
         return None  # the distribution after a text depends on the depth
 
     def propose(self, round: Round) -> Proposal:
-        """Return up to round.k[b] drafts for each row b. A row longer than the draft's own context gets no drafts."""
+        """Return the drafts of a round, at most round.k[b] for row b. A text that is longer than the draft's context
+        gets no drafts."""
         most = [min(self.most, self.lm.context - len(text)) for text in round.texts]
         k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
@@ -81,14 +83,15 @@ class Parallel(Independent):
         return shape.proposal(k, x, q) if shape else Proposal(x[:, :K], q[:, :K], k)
 
     def commit(self, outcome: Outcome) -> None:
-        """Receive the outcome of the round, without its path: the slots hold only text, since no pass reads nodes of a
-        tree."""
+        """Receive the outcome of the round, but ignore its path: the slots hold only text, since no pass reads nodes of
+        a tree."""
         super().commit(outcome._replace(path=None))
 
     def _masked(self, texts: Sequence[list[int]], k: list[int], depths: int) -> dict[str, Any]:
-        """Return, for each row, the ids that its slot lacks, followed by masks up to the width of the longest row; the
-        position of the first id; and the column of the text's last token. A row without drafts has its last id in place
-        of the lacking ids, which is written after its text."""
+        """Return three entries per row. `masked`: the ids that the row's slot lacks, then mask tokens up to the widest
+        row's width. `begins`: the position of the first of these ids. `anchors`: the column of the text's last token
+        (the anchor). A row without drafts has only its last id in place of the lacking ids; it is written after the
+        row's stored tokens. k, depths: drafts per row, and in the widest row."""
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         width = max(map(len, tails)) + depths - 1
@@ -99,12 +102,12 @@ class Parallel(Independent):
 
 
 def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
-    """Return a function of tensors that drafts with one pass over masks, see `LM.drafts`. Its inputs are `masked` (A,
-    n), the ids of the text that a slot lacks, then masks; `begins` (A,), the position of the first id; and `anchors`
-    (A,), the column of the text's last token.
+    """Return a function of tensors that drafts with one pass over mask tokens, see `LM.drafts`. The function's inputs
+    are `masked` (A, n), the ids that a slot lacks, then mask tokens; `begins` (A,), the position of the first id; and
+    `anchors` (A,), the column of the text's last token.
 
-    greedy: draft the likeliest tokens. term: that of the Markov head, or None. shape: the trees to draft, None for
-    chains.
+    greedy: whether to draft the likeliest tokens. term: the Markov head's function, or None. shape: the trees to draft,
+    None for chains.
     """
 
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
@@ -116,12 +119,12 @@ def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
 
 
 def mask_of(config: PreTrainedConfig) -> tuple[int, int]:
-    """Return the id of the mask, and the number of drafts per round in training. Raises ValueError if the config lacks
-    one of them."""
+    """Return the id of the mask token, and the number of drafts per round in training. Raises ValueError if the config
+    lacks one of them."""
     mask, depths = (getattr(config, name, None) for name in (MASK, DEPTHS))
     if mask is None or depths is None:
         raise ValueError(
-            f"config.json of a parallel draft must have {MASK}, the id that the draft reads as a mask, and {DEPTHS}, "
-            f"the number of drafts per round that it was trained for, not {mask} and {depths}"
+            f"config.json of a parallel draft must have {MASK}, the id of the mask token, and {DEPTHS}, the number of "
+            f"drafts per round in training; it has {mask} and {depths}"
         )
     return int(mask), int(depths)

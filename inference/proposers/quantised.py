@@ -1,4 +1,5 @@
-"""A draft that is the target in fewer bits. It needs no training, and only the rounding lowers its acceptance rate."""
+"""A draft that is the target in fewer bits. It needs no training. Its acceptance rate is below 1 only because of the
+rounding."""
 
 import copy
 from pathlib import Path
@@ -22,7 +23,7 @@ BITS = ("int8", "nf4")
 
 
 class QuantisedConfig(PretrainedConfig):
-    """The config of a quantised draft. bits: one of `BITS`."""
+    """The config of a quantised draft. bits: the format of the rounded weights, one of `BITS`."""
 
     model_type = "cotrain_quantised"
 
@@ -39,13 +40,13 @@ class QuantisedNetwork(SettingsNetwork):
 
 
 class Quantised(Independent):
-    """A proposer that drafts with the target's projections in 8 bits, or in nf4 (Dettmers et al. 2023, 2305.14314), and
-    a KV cache of its own (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+    """A proposer that drafts with the target's projections rounded to 8 bits or to nf4 (Dettmers et al. 2023,
+    2305.14314). It has its own KV cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if that supports the target, see `lm.takes_int8`. Otherwise
-    the rounded weights are in the target's dtype; then the distribution is the same except for the rounding of sums,
-    but passes are no faster than the target's. nf4 requires bitsandbytes. greedy, compile, shape: as in `Independent`.
-    Raises ValueError for other bits and for a target that is itself quantised.
+    bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if the kernel supports the target (see `lm.takes_int8`). If
+    not, the rounded weights are stored in the target's dtype. Distributions are then the same up to the rounding of
+    sums, but passes are no faster than the target's. nf4 requires bitsandbytes. greedy, compile, shape: as in
+    `Independent`. Raises ValueError for other bits, and for a target whose weights are already quantised.
     """
 
     network_class: Any = QuantisedNetwork
@@ -84,12 +85,13 @@ class Quantised(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
-        """Return a proposer with the bits in the folder's config.json. The folder holds no weights."""
+        """Return a proposer with the bits in the folder's config.json. The folder has no weights."""
         return cls.of_settings(arguments, read_json(folder / CONFIG).get("bits"), str(folder / CONFIG))
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """Return a proposer with the `bits` of a config. Raises the errors of the class, beginning with `where`."""
+        """Return a proposer with the `bits` of a config. Raises the class's ValueError, with `where` before its
+        message."""
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -97,9 +99,12 @@ class Quantised(Independent):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a target that is itself quantised."""
+        """Raise ValueError for a target whose weights are already quantised. where: the start of the message."""
         if weights_quantisation(target.config):
-            raise ValueError(f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits")
+            raise ValueError(
+                f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits: load the "
+                "target without quantisation"
+            )
 
     @property
     def weights(self) -> str | None:
@@ -110,7 +115,7 @@ _COPIES: WeakKeyDictionary[PreTrainedModel, dict[str, tuple[Stamp, PreTrainedMod
 
 
 def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
-    """Return a copy of the target whose projections are rounded to `bits`, in the target's dtype. The embeddings are
+    """Return a copy of the target with projections rounded to `bits`, stored in the target's dtype. The embeddings are
     not rounded, even if they are tied to the head. With nf4 the head is not rounded either, as in bitsandbytes. The
     copy is cached, and made again when the target has changed."""
     copies = _COPIES.setdefault(target, {})
@@ -130,8 +135,8 @@ def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
 
 
 def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
-    """Return a weight (out, in) rounded to numbers that `bits` can represent, in its own dtype. int8 has one scale per
-    row, see `llama.rounded`. nf4 has one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
+    """Return a weight (out, in) rounded to numbers that `bits` can represent, in the weight's own dtype. int8 has one
+    scale per row (see `llama.rounded`), nf4 one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         return rounded(weight)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

@@ -1,5 +1,5 @@
-"""Drafts from look-up, without a model: the tokens that followed an earlier occurrence of the text's suffix, in the
-text itself or in a corpus."""
+"""Drafts from look-up, without a model. Look-up finds an earlier occurrence of the text's last tokens, in the text
+itself or in a corpus, and drafts the tokens that followed there."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +16,8 @@ from inference.source import like, searched, until_between
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
-    """Return a proposal of chains of deterministic drafts. drafts: ids of each row. Rows are padded with the last id of
-    their text, from `texts`."""
+    """Return a proposal of deterministic chains. drafts: the ids drafted for each row. texts: the rows' texts; a
+    shorter row is padded with its text's last id."""
     lengths = [len(draft) for draft in drafts]
     width = max(lengths)
     whole = [draft + text[-1:] * (width - len(draft)) for draft, text in zip(drafts, texts, strict=True)]
@@ -25,11 +25,11 @@ def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
 
 
 class NGram(Proposer):
-    """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding), and in the
-    ids of its source if it has one.
+    """A proposer that drafts by n-gram look-up in the row's own text (Saxena 2023, prompt lookup decoding), and in its
+    source's ids if it has a source.
 
-    It searches the text's last n tokens for n = max_n, ..., 1, and drafts what followed their most recent earlier
-    occurrence. Drafts are deterministic. Raises ValueError if max_n < 1.
+    For n = max_n, ..., 1 it searches for an earlier occurrence of the text's last n tokens, and drafts the tokens that
+    followed the most recent one. Drafts are deterministic. Raises ValueError if max_n < 1.
     """
 
     def __init__(self, max_n: int = 3) -> None:
@@ -56,13 +56,14 @@ class NGram(Proposer):
         return index if index and index.text is text else NGramIndex(text, self.max_n)
 
     def look_up(self, text: list[int], k: int) -> list[int]:
-        """Return at most k tokens that followed the latest earlier occurrence of the text's longest matching suffix."""
+        """Return at most k tokens: those that followed the most recent earlier occurrence of the text's longest suffix
+        that has one. [] if there is none."""
         return NGramIndex(text, self.max_n).look_up(k)
 
 
 class NGramIndex:
-    """The latest position of each n-gram of a growing text. Each look-up adds the n-grams that end in new tokens. text:
-    the row's ids, which the row extends. max_n: the largest n."""
+    """The latest position of each n-gram of a growing text. Each look-up first adds the n-grams of new tokens. text:
+    the row's ids; this list grows as the row does. max_n: the largest n."""
 
     def __init__(self, text: list[int], max_n: int) -> None:
         self.text, self.max_n = text, max_n
@@ -100,13 +101,13 @@ class LookupNetwork(SettingsNetwork):
 
 
 class Retrieval(Proposer):
-    """A proposer that drafts the tokens that followed an earlier occurrence of the text's suffix. It takes the longest
-    suffix that occurs earlier in the row's text or in the ids of its source, by a suffix automaton (Hu et al. 2024, SAM
-    decoding, 2411.10666), or in a datastore (He et al. 2023, REST, 2311.08252). The longer match is used; of equal
-    ones, the one in the row's text. Drafts are deterministic.
+    """A proposer that drafts the tokens that followed an earlier occurrence of the text's suffix. A suffix automaton
+    finds the longest suffix that occurs earlier in the row's text or in its source's ids (Hu et al. 2024, SAM decoding,
+    2411.10666). A datastore may have a longer match (He et al. 2023, REST, 2311.08252). The longer match is used; if
+    both are equally long, the row's own. Drafts are deterministic.
 
-    datastore: a `Datastore`, or its folder; None for the text alone. shortest: least length of a match, in tokens.
-    Raises ValueError if shortest < 1, and the errors of `Datastore.open`.
+    datastore: a `Datastore`, or its folder; None to search only the text. shortest: least length of a match, in tokens.
+    Raises ValueError if shortest < 1, and what `Datastore.open` raises.
     """
 
     network_class = LookupNetwork
@@ -126,19 +127,19 @@ class Retrieval(Proposer):
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a datastore that is missing or has ids that the target lacks;
-        and the errors of `of_settings`."""
+        """Raise ValueError if the config's datastore is missing, cannot be opened, or has ids that the target lacks.
+        where: the start of the message."""
         try:
             retrieval = cls.of_settings(getattr(network.config, "lookup", None) or {})
         except FileNotFoundError as error:
             raise ValueError(
-                f"{where}: the key lookup of its {CONFIG} names a datastore that is missing: {error}"
+                f"{where}: lookup.datastore in its {CONFIG} names a folder that is missing ({error}): correct the path"
             ) from error
         retrieval.check_vocabulary(target.config.get_text_config().vocab_size, where)
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """Return a proposer with the settings of `LookupConfig`. Raises the errors of the class."""
+        """Return a proposer with the settings of `LookupConfig.lookup`. Raises what the class raises."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
@@ -147,11 +148,11 @@ class Retrieval(Proposer):
         self.rows, self.staged = [], {}
 
     def check_vocabulary(self, vocabulary: int, where: str) -> None:
-        """Raise ValueError, beginning with `where`, for a datastore with ids outside [0, vocabulary)."""
+        """Raise ValueError if the datastore has ids outside [0, vocabulary). where: the start of the message."""
         if self.datastore and self.datastore.about.vocabulary > vocabulary:
             raise ValueError(
-                f"{where}: its datastore is made for {self.datastore.about.vocabulary} ids, but the target "
-                f"has {vocabulary}; make one with the target's tokenizer by the command cotrain datastore"
+                f"{where}: its datastore was made for {self.datastore.about.vocabulary} ids, but the target has "
+                f"{vocabulary}; make another with the target's tokenizer: cotrain datastore target.path=..."
             )
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
@@ -172,12 +173,12 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """Return the match for each row's text, with at most k[b] drafts for row b."""
+        """Return the match for each row's text. k: for each row, the largest number of drafts."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
-        """Return the match for a text, with at most k drafts. row: the automaton of the text, or of an earlier part of
-        it, which is extended."""
+        """Return the match for a text, with at most k drafts. row: the automaton of the text or of its beginning; it is
+        extended to the whole text, in place."""
         row.follow(searched(text))
         own = row.look_up(k, self.shortest)
         own = own._replace(drafts=until_between(own.drafts))
@@ -188,7 +189,8 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """Return the match before each token of a text that followed a prompt, with at most k drafts each."""
+        """Return one match for each token of `text`, found in `prompt` and the tokens before it. k: the largest number
+        of drafts of a match."""
         row, whole, matches = SuffixAutomaton(), like(prompt, prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

@@ -1,7 +1,7 @@
 """Drafting of trees level by level and of chains token by token, for every kind of draft that runs a model.
 
-A kind of draft provides the logits after the text, and a pass over the nodes of a level (`Follow`). The shape of the
-tree decides which nodes and children each row has.
+A kind of draft provides the logits after the text, and a pass over the nodes of a level (`Follow`). The tree's shape
+decides which nodes each row drafts.
 
 A rows, n nodes of a level, C children, N nodes, D levels, V vocabulary.
 """
@@ -27,11 +27,11 @@ def from_one_pass(
     anchor: Tensor,
     term: Term | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return drafts (A, K or N) and the distributions that they were drawn from, given the logits (A, K, V) of one
-    pass, one column per depth.
+    """Return drafts, (A, K) or (A, N) for trees, and the distributions (A, K or N, V) that they were drawn from.
 
-    shape: the trees to draft, None for chains. greedy: draft the likeliest tokens. anchor (A,): the last tokens of the
-    texts. term: the function that returns what the preceding token adds to a draft's logits, or None.
+    logits (A, K, V): of one pass, one column per depth. shape: the trees to draft, None for chains. greedy: whether to
+    draft the likeliest tokens. anchor (A,): the texts' last tokens. term: the function that returns what the preceding
+    token adds to a draft's logits, or None.
     """
     if shape:
         return shape.grown(round, logits.shape[1], *after_anchor(logits, anchor, term), greedy)
@@ -42,17 +42,18 @@ TreeShape = Sequence[int] | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | None":
-    """Return the drafter of trees of this shape, or None for chains. Raises the errors of `StaticTrees`."""
+    """Return the drafter of trees of this shape, or None for chains. Raises what `StaticTrees` raises."""
     return StaticTrees(shape) if shape else None
 
 
 class StaticTrees:
     """A drafter of trees of one shape. It runs one pass per level.
 
-    parents: node i has parent parents[i] < i, -1 for the anchor; siblings are verified in their order. Nodes are
-    renumbered level by level (the attribute `parents`), and siblings stay in order. depth: number of levels. counts:
-    number of nodes at depths up to 0, 1, ..., depth. trees: the shape cut after 1, ..., depth levels. Raises ValueError
-    for a tree without nodes, for a node before its parent and for more nodes than a pass supports.
+    parents: node i has parent parents[i] < i, or -1 if its parent is the text's last token (the anchor). Siblings are
+    verified in the order of their numbers. Nodes are renumbered level by level (the attribute `parents`), and siblings
+    stay in order. depth: number of levels. counts: number of nodes in the first 0, 1, ..., depth levels. trees: the
+    tree of the first 1, ..., depth levels. Raises ValueError if there are no nodes or more than a pass supports, and if
+    a node comes before its parent.
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -65,7 +66,7 @@ class StaticTrees:
 
     def require(self, vocabulary: int, depths: int | None = None) -> None:
         """Raise ValueError if a node has more children than there are tokens in the vocabulary, or if there are more
-        levels than `depths`."""
+        levels than `depths` (None for no limit)."""
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
             raise ValueError(
@@ -77,16 +78,16 @@ class StaticTrees:
             )
 
     def nodes(self, k: Sequence[int]) -> list[int]:
-        """Return the number of nodes of each row, given the number of levels that each row drafts."""
+        """Return the number of nodes that each row drafts. k: the number of levels that each row drafts."""
         return [self.counts[min(levels, self.depth)] for levels in k]
 
     def grown(
         self, round: Round, depth: int, logits: Tensor, follow: Follow, likeliest: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return the nodes (A, N) of the first `depth` levels, 1 or more, and the distributions (A, N, V) that they
-        were drawn from. This is a function of tensors.
+        """Return the ids (A, N) drafted at the nodes of the first `depth` levels (at least 1), and the distributions
+        (A, N, V) that they were drawn from. This is a function of tensors.
 
-        logits (A, V): those after each text. follow: returns the logits after the nodes of a level. likeliest: whether
+        logits (A, V): after each text. follow: returns the logits after the nodes of a level. likeliest: whether
         children are the likeliest tokens; otherwise they are drawn without replacement (see `Round.children`).
         """
         x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
@@ -102,22 +103,23 @@ class StaticTrees:
         return x, torch.cat(q, 1)
 
     def stored(self, path: Tensor, depth: int) -> Tensor:
-        """Return the accepted nodes path (A, D) with -1 in place of nodes of the last of `depth` levels, which no pass
-        of the draft has read."""
+        """Return the accepted nodes `path` (A, D), with -1 in place of nodes of the last level. No pass of the draft
+        has read that level. depth: the number of levels drafted."""
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
-        """Return the proposal of rows that draft k levels each. x (A, N), q (A, N, V): the results of `grown`."""
+        """Return the round's proposal. k: the number of levels of each row. x (A, N), q (A, N, V): the results of
+        `grown`."""
         return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
 
 
 class LevelStep(NamedTuple):
-    """A level of a static shape.
+    """How one level of a static tree follows the level above it.
 
-    siblings: the nodes of the level above that have children. inner: the indices of these nodes in that level, None if
-    all nodes of the level have children. parent: for each node of this level, the index of its parent among these
-    nodes. rank: for each node of this level, the number of siblings before it. above (1, n): for each node of this
-    level, the index of its parent in the level above.
+    siblings: the nodes of the level above that have children. inner: indices of these nodes in the level above; None if
+    all its nodes have children. For each of the n nodes of this level: parent (n,), the index of its parent among the
+    nodes with children; rank (n,), its number of earlier siblings; above (1, n), the index of its parent in the level
+    above.
     """
 
     siblings: Siblings
@@ -127,13 +129,13 @@ class LevelStep(NamedTuple):
     above: Tensor
 
     def of_parents(self, logits: Tensor) -> Tensor:
-        """Return the logits after those nodes of the level above that have children, given the logits after all nodes
-        of that level."""
+        """Return logits (A, n, V) after the n nodes of the level above that have children. logits (A, m, V): after all
+        m nodes of that level."""
         return logits if self.inner is None else logits.index_select(1, self.inner)
 
 
 def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape with its nodes numbered level by level; siblings stay in order."""
+    """Return the parents of the same tree with its nodes numbered level by level; siblings stay in order."""
     depths = depths_of(parents)
     order = sorted(range(len(parents)), key=depths.__getitem__)
     number = {node: index for index, node in enumerate(order)}
@@ -142,8 +144,8 @@ def by_level(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, ...]:
-    """Return the levels of a shape. The result is cached by shape and device, so that no round copies it to the device
-    again."""
+    """Return the steps of a tree, one per level. The result is cached by shape and device, so that no round copies it
+    to the device again."""
     steps: list[LevelStep] = []
     above: tuple[int, ...] = (-1,)
     paths: dict[int, tuple[int, ...]] = {-1: ()}

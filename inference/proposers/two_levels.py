@@ -1,9 +1,9 @@
-"""A draft on two levels. A small draft model drafts for the rounded target (the target in fewer bits). The rounded
-target verifies these guesses exactly, and drafts for the target.
+"""A draft on two levels. The rounded target (the target in fewer bits) drafts for the target. A small draft model
+guesses the rounded target's next tokens, and the rounded target verifies these guesses exactly.
 
-Both verifications are exact, each by its own rule. The drafted tokens have the distribution of the rounded target, so
-that distribution is the q of the proposal. The small draft affects only speed (three models in a row, as in TriForce:
-Sun et al. 2024, 2404.11912).
+The target's verification is exact too, with its own rule. Drafted tokens have the rounded target's distribution,
+whatever was guessed, so that distribution is the proposal's q. The small draft affects only speed (three models in a
+row, as in TriForce: Sun et al. 2024, 2404.11912).
 
 A rows, K tokens drafted for the target, n guesses of the small draft in an inner round, V vocabulary.
 """
@@ -34,13 +34,13 @@ UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack
 
 
 class TwoLevels(CompositeProposer):
-    """A proposer that drafts with `model`, the rounded target, in inner rounds. In each inner round `small` guesses
-    `inner` tokens, and `rule` (token, block or match) verifies them. An inner round gives its accepted guesses and one
-    more token. A round of the target runs as many inner rounds as it needs; every drafted token is used.
+    """A proposer that drafts with `model`, the rounded target, in inner rounds. In each inner round, `small` guesses
+    `inner` tokens, and `rule` (token, block or match) verifies them. The accepted guesses and one more token become
+    drafts. A round of the target runs as many inner rounds as its number of drafts needs.
 
     For rows whose settings read the text (penalties, bans, processors) only the model drafts, one token at a time.
-    Their settings need every earlier token, and rows advance at different speeds. Raises ValueError for a small draft
-    that reads the target or drafts trees, and for a wrong rule or number of guesses.
+    Their settings need every earlier token, and rows advance at different speeds. Raises ValueError if one of the
+    drafts drafts trees, if the small one is not an `Independent`, for another rule, and if inner < 1.
     """
 
     network_class: Any = CausalLM
@@ -48,8 +48,8 @@ class TwoLevels(CompositeProposer):
     def __init__(self, model: Quantised, small: Independent, inner: int = 3, rule: str = "block") -> None:
         if type(small) is not Independent or small.branching or model.branching:
             raise ValueError(
-                f"TwoLevels: both drafts must draft chains, and the small one must be an Independent, which reads "
-                f"nothing of the target; it is a {type(small).__name__}"
+                "TwoLevels: make both drafts without shape=, and give an Independent as the small one, not a "
+                f"{type(small).__name__}"
             )
         if inner < 1:
             raise ValueError(f"TwoLevels: inner must be at least 1, not {inner}")
@@ -62,8 +62,8 @@ class TwoLevels(CompositeProposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
-        """Return a proposer for a draft folder. The key `two_levels` of its config.json has `bits`, those of the
-        rounded target, and `inner`, the guesses per inner round."""
+        """Return a proposer for a draft folder. In its config.json the key `two_levels` has `bits`, the format of the
+        rounded target's weights, and `inner`, the number of guesses per inner round."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
@@ -77,12 +77,13 @@ class TwoLevels(CompositeProposer):
         return self.model.context
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """Return the rounded target. Every draft has the distribution of the rounded target, whatever was guessed."""
+        """Return the rounded target as an LM; its distribution is every draft's distribution, for any guesses. None if
+        the rounded target has no such LM."""
         return self.model.language_model(rows, vocabulary)
 
     def propose(self, round: Round) -> Proposal:
-        """Run inner rounds until each row has its drafts, and return them. A row longer than the model's context gets
-        no drafts."""
+        """Run inner rounds until each row has its drafts, and return them. A text that is longer than the model's
+        context gets no drafts."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
@@ -92,8 +93,8 @@ class TwoLevels(CompositeProposer):
         return outer.proposal()
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
-        """Run one inner round: the small draft guesses, and one pass of the rounded target gives the distributions at
-        the guesses. Both models' slots then hold the accepted tokens."""
+        """Run one inner round: the small draft guesses, and one pass of the rounded target gives the distributions
+        after the guesses. Both models then store the accepted tokens."""
         inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))
@@ -104,8 +105,8 @@ class TwoLevels(CompositeProposer):
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
-        """Return the logits (A, n+1, V) of the rounded target after each text and after each guess. The same pass reads
-        the ids that its slots lack."""
+        """Return the rounded target's logits (A, n+1, V) after each text and after each guess. The same pass reads the
+        ids that the rounded target has not read yet. drafts: the guesses, x (A, n)."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -122,11 +123,11 @@ class TwoLevels(CompositeProposer):
 
 
 class OuterDrafts:
-    """The drafts of a round of the target so far. k: number of drafts wanted per row. width: uniforms of an inner
-    round, see `InnerRound`.
+    """The tokens drafted so far in one round of the target. k: number of drafts wanted per row. width: number of
+    uniforms per row in an inner round (see `InnerRound`).
 
-    texts: the texts with their drafts. done: number of drafts of each row so far. x (A, K + width), q (A, K + width,
-    V): drafts and their distributions; entries past `done` have no meaning.
+    texts: for each row, the ids of its text and its drafts so far. done: for each row, its number of drafts so far. x
+    (A, K + width), q (A, K + width, V): drafts and their distributions; entries past `done` have no meaning.
     """
 
     def __init__(self, round: Round, k: list[int], width: int) -> None:
@@ -139,8 +140,8 @@ class OuterDrafts:
 
     @cached_property
     def uniforms(self) -> Tensor | None:
-        """Return the uniforms (3, A, S) of all inner rounds, None if noise is shared. Rows that have all their drafts
-        read the last ones."""
+        """Return the uniforms (3, A, S) of all inner rounds, with S numbers per stream and row; None if the rule shares
+        noise. Rows that have all their drafts read the last numbers."""
         return self.round.inner((max(self.k) + 1) * self.width)
 
     @property
@@ -149,8 +150,8 @@ class OuterDrafts:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """Return the next inner round. guesses: the largest number of guesses per row. stored: number of tokens of each
-        text that the rounded target's slots hold."""
+        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each text, the
+        number of its tokens that the rounded target has stored."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
         wanted = [
@@ -162,7 +163,7 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Return the distributions p (A, n+1, V) of the rounded target, for its logits (A, n+1, V) after the texts and
+        """Return the rounded target's distributions p (A, n+1, V). logits (A, n+1, V): its logits after the texts and
         guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner round."""
         p = self.round.probs(logits, None)
         if not any(self.history):
@@ -174,11 +175,11 @@ class OuterDrafts:
         return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
-        """Add the accepted guesses, and the token after them, to the drafts, with their distributions. Returns, for
-        each row, how many tokens of its text agree with the small draft's slots.
+        """Add the accepted guesses and the token after them to the drafts, with their distributions. Returns, for each
+        row, how many tokens of its text the small draft has stored correctly.
 
-        p (A, n+1, V): those of the rounded target. x (A, n): the guesses. accepted (A,): how many are accepted. token
-        (A,): the token after them.
+        p (A, n+1, V): the rounded target's distributions. x (A, n): the guesses. accepted (A,): number of accepted
+        guesses. token (A,): the token after them.
         """
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
@@ -194,7 +195,7 @@ class OuterDrafts:
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
         """Update texts and counts of the rows that still lack drafts, and return what `append` returns. table: for each
-        row, its number of accepted guesses, then the tokens."""
+        row, its number of accepted guesses, then its n + 1 tokens."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -206,8 +207,8 @@ class OuterDrafts:
         return valid
 
     def read(self, valid: list[int]) -> list[int]:
-        """Return how many tokens of each text the rounded target's slots hold after the pass: all but the last one if
-        the text grew, else 0. valid: what `append` returned."""
+        """Return how many tokens of each text the rounded target has stored after its pass: all but the last one if the
+        text grew, else 0. valid: the result of `append`."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
@@ -216,8 +217,8 @@ class OuterDrafts:
 
 
 def inner_rule(name: str) -> Rule:
-    """Return the rule of this name, for inner rounds. Raises ValueError unless the rule is exact, verifies chains and
-    uses uniforms."""
+    """Return the verification rule of this name, for inner rounds. Raises ValueError unless the rule is exact, verifies
+    chains and uses uniforms."""
     fit = [rule.name for rule in RULES.values() if rule.exact and not rule.shared and not rule.trees]
     if name not in fit:
         raise ValueError(f"TwoLevels: rule must be one of {', '.join(fit)}, not {name!r}")
@@ -225,15 +226,14 @@ def inner_rule(name: str) -> Rule:
 
 
 class InnerRound(RoundView):
-    """One exact inner round: the rounded target verifies the small draft's guesses. Every token that is emitted has the
-    rounded target's distribution given the text before it. The q of the outer round is that distribution, not the small
-    draft's.
+    """One exact inner round: the rounded target verifies the small draft's guesses. Every token that an inner round
+    adds has the rounded target's distribution after the text before it. That distribution, not the small draft's, is
+    the q of the outer round.
 
-    round: the outer round. asked: how many tokens the outer round drafts per row. texts: text of each row, with its
-    drafts so far. done: number of these drafts per row. k: how many tokens the small draft guesses per row. outer: has
-    the uniforms of all inner rounds, and their `width`, how many numbers of a stream an inner round may use; inner
-    rounds that begin at different tokens use different numbers. numbers: further numbers for the small draft's first
-    copy to the device.
+    round: the outer round. asked: number of tokens that the outer round drafts per row. texts: the ids of each row's
+    text and its drafts so far. done: number of these drafts per row. k: number of guesses per row. outer: has the
+    uniforms of all inner rounds; each inner round uses `outer.width` numbers per stream and row, and inner rounds that
+    begin at different tokens use different numbers. numbers: further numbers for the first copy to the device, by name.
     """
 
     def __init__(
@@ -257,52 +257,52 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy numbers to the device as `Round.send` does, with the draft lengths of the outer round instead of the
-        small draft's `k`."""
+        """Copy numbers to the device and return the tensors by name, as `Round.send` does. The small draft's `k` is not
+        used: the outer round's draft lengths are sent."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
 
     @property
     def done(self) -> Tensor:
-        """Return the number of tokens that each row has drafted so far (A,)."""
+        """Return the number (A,) of tokens that each row has drafted so far."""
         return self.send()["done"]
 
     @cached_property
     def streams(self) -> Tensor | None:
-        """Return the uniforms (3, A, width) of this inner round, None if noise is shared."""
+        """Return the uniforms (3, A, width) of this inner round; None if the rule shares noise."""
         width, uniforms = self.outer.width, self.outer.uniforms
         columns = self.done.unsqueeze(1) * width + torch.arange(width, device=self.done.device)
         return None if uniforms is None else uniforms.gather(2, columns.expand(3, -1, -1))
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
-        """Return distributions without the settings that read the text. The small draft guesses nothing for rows that
-        have such settings."""
+        """Return the distributions (A, ..., V) of logits (A, ..., V), without the settings that read the text. Rows
+        with such settings have no guesses. drafted is not used."""
         return self.round.probs(logits, None)
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        """Return ids (A,) drawn with the random numbers of this inner round, or with the noise of the target's tokens
-        if it is shared. Rows that have all their drafts continue to draw, so the depth is limited to the last one."""
+        """Return ids (A,) drawn from probs (A, V) at a depth (0-based) of this inner round, with the random numbers of
+        this inner round. If the rule shares noise, use the noise of the target's tokens. Rows that have all their
+        drafts continue to draw, so their depth is limited to the last one."""
         if self.streams is None:
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round with the uniforms of this inner round if it is `simple`, else None: a recording cannot read
-        the progress of each row."""
+        """Return the round with the uniforms of this inner round, if `simple`. Otherwise return None: a recording
+        cannot read the progress of each row. Arguments as in `Round.pure`."""
         pure = self.round.pure(depths, greedy, simple) if simple else None
         if pure is None or self.streams is None:
             return None
         return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})
 
     def length(self, k: list[int]) -> Tensor:
-        """Return the guesses `k` of each row as a tensor (A,) on the device."""
+        """Return the numbers of guesses `k` as a tensor (A,) on the device."""
         return self.send()["guessed"] if k == self.k else torch.tensor(k, device=self.done.device)
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
-        """Return how many of the guesses are accepted (A,), and the token (A,) after them. drafts: the guesses x (A,
-        n), drawn from q (A, n, V). p (A, n+1, V): the distributions of the rounded target after the text and after each
-        guess."""
+        """Return the number (A,) of accepted guesses and the token (A,) after them. drafts: the guesses x (A, n), drawn
+        from q (A, n, V). p (A, n+1, V): the rounded target's distributions after the text and after each guess."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.streams is None:
@@ -311,8 +311,9 @@ class InnerRound(RoundView):
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number of accepted guesses and the next token if the rounded target draws with the shared noise,
-        see `chain.coupled`."""
+        """Return the number (A,) of accepted guesses and the token (A,) after them if the rounded target draws with the
+        shared noise, see `chain.coupled`. p (A, n+1, V), x (A, n): as in `verified`. length (A,): number of usable
+        guesses."""
         y = torch.stack([self.draw(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
         accepted = same.to(torch.int64).cumprod(1).sum(1)

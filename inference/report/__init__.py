@@ -1,1 +1,1 @@
-"""Reports: their data, their table, and recordings of single generations for replay."""
+"""Reports: their data, their table, and recordings of single generations for replay on a page."""

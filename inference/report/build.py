@@ -140,15 +140,18 @@ FIGURES: dict[str, Any] = {
 
 
 def validate(report: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that is missing, unknown or not of the type in `SCHEMA`, or another format
-    version."""
+    """Raise ValueError naming the first key of a report that is missing, unknown or not of the type in `SCHEMA`, and
+    for another format version."""
     conform(report, SCHEMA, "report")
     if report["format"] != FORMAT:
-        raise ValueError(f"report.format is {report['format']}, but this version of cotrain reads {FORMAT}")
+        raise ValueError(
+            f"report.format is {report['format']}, but this version of cotrain reads {FORMAT}: measure again with this "
+            "version, or use the version that wrote it"
+        )
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the report, then write it as JSON atomically. Raises the errors of `validate` and of `write_atomic`."""
+    """Validate the report, then write it as JSON atomically. Raises what `validate` and `write_atomic` raise."""
     validate(report)
     write_atomic(Path(path), json.dumps(report, indent=2, allow_nan=False) + "\n")
 
@@ -168,8 +171,8 @@ def build(
 ) -> Report:
     """Return the report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
-    sampling, max_new_tokens: those of the run. target, draft: names to print. verdict: None if exactness was not
-    checked. extra: further entries. Raises ValueError for names of arms that were not timed.
+    sampling, max_new_tokens: of the run. target, draft: names to print. verdict: None if exactness was not checked.
+    extra: further entries, by name. Raises ValueError for names of arms that were not timed.
     """
     values = {
         "format": FORMAT,
@@ -253,7 +256,7 @@ def _verdict(verdict: Verdict) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with NaN and infinity replaced by None, at any depth, and with keys as strings."""
+    """Return a copy of a nested value in which NaN and infinity are None, and all keys are strings."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

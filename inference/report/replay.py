@@ -1,13 +1,13 @@
-"""The replay of a generation. It records, round by round, the drafts, their probabilities and their outcome.
+"""The replay of a generation: for each round, the drafts, their probabilities and their outcome.
 
 `SCHEMA` is the whole format. rule: the verification rule. rows: the text of each prompt, in the order of the call.
 rounds: for each round, the rows that were decoded in it. The drafts of a row are the nodes of a tree. A node's parent
 is an earlier node, or -1 for the text so far; in a chain node i has parent i - 1.
 
-Each draft has: p and q, its probability under target and draft at its position; ratio, p / q, 0 if p is 0; u, the
-uniform that the rule compared with it, None if the rule uses none (coupled) or did not test this draft; state, one of
-`STATES`. last: the token after the accepted ones, None if the row ended before it. Its kind is "corrected" after a
-rejection, and "bonus" if a whole path was accepted or nothing was drafted.
+Each draft has: p and q, its probability under target and draft; ratio, p / q, or 0 if p is 0, or None if unknown; u,
+the uniform of its test, None if the rule uses no uniforms (coupled) or has none for this draft; state, one of `STATES`.
+last: the token after the accepted drafts, None if the row ended before it. Its kind is "corrected" after a rejection,
+else "bonus" (a whole path was accepted, or nothing was drafted).
 """
 
 import json
@@ -50,8 +50,8 @@ SCHEMA: dict[str, Any] = {
 class Recorder:
     """A recorder for `Engine(record=)`. It stores the first `most` rounds of the engine's last call.
 
-    While it records, a round's one copy from the device has three more numbers per draft. Texts are decoded in
-    `replay`, after the call.
+    While it records, the one copy of each round from the device has more numbers: p, q and u of each draft. `replay`
+    decodes the texts after the call.
     """
 
     def __init__(self, most: int = 400) -> None:
@@ -67,12 +67,13 @@ class Recorder:
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:
-        """Record a round that has ended, see `trace.RoundRecorder`."""
+        """Record a round that has ended, if fewer than `most` are recorded. Arguments as in `trace.RoundRecorder`."""
         if len(self.rounds) < self.most:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
 
     def replay(self, tokenizer: "PreTrainedTokenizerBase | None" = None) -> dict[str, Any]:
-        """Return the record in the format `SCHEMA`. tokenizer: decodes the texts; without one, texts are the ids."""
+        """Return the record in the format `SCHEMA`. tokenizer: decodes the texts; without one, the texts show the
+        ids."""
         texts = [list(prompt) for prompt in self.prompts]
         rounds = []
         for traced in self.rounds:
@@ -85,7 +86,7 @@ class Recorder:
 
 
 def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """Return one row of a round in the format of `SCHEMA`. anchor: the last token of its text before the round."""
+    """Return one row of a round in the format of `SCHEMA`. anchor: the id of its text's last token before the round."""
     accepted = set(row.path[: row.emitted])
     rejected = _rejected(row) if row.emitted > len(row.path) else set()
     drafts = []
@@ -130,8 +131,8 @@ def _number(bits: int) -> float | None:
 
 
 def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", before: int | None = None) -> str:
-    """Return the text of ids after the token `before`, since some tokenizers drop a space at the beginning of a
-    text."""
+    """Return the text of ids. before: the token before them, None at the beginning of a text; it matters because some
+    tokenizers drop a space at the beginning."""
     if tokenizer is None:
         return " ".join(map(str, ids))
     if before is None:
@@ -141,11 +142,14 @@ def _text(ids: Sequence[int], tokenizer: "PreTrainedTokenizerBase | None", befor
 
 
 def validate_replay(replay: Mapping[str, Any]) -> None:
-    """Raise ValueError naming the first key that does not fit `SCHEMA`, or has an impossible state, kind, row or
-    parent. An accepted draft whose parent is not accepted is an error too."""
+    """Raise ValueError naming the first key of a replay that does not fit `SCHEMA`, or has an impossible state, kind,
+    row or parent; also if an accepted draft has a parent that is not accepted."""
     conform(replay, SCHEMA, "replay")
     if replay["format"] != FORMAT:
-        raise ValueError(f"replay.format is {replay['format']}, but this version of cotrain reads {FORMAT}")
+        raise ValueError(
+            f"replay.format is {replay['format']}, but this version of cotrain reads {FORMAT}: record it again with "
+            "this version"
+        )
     for number, rows in enumerate(replay["rounds"]):
         for index, row in enumerate(rows):
             _validate_row(row, len(replay["rows"]), f"replay.rounds[{number}][{index}]")
@@ -167,7 +171,6 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
 
 
 def write_replay(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the replay, then write it as JSON atomically. Raises the errors of `validate_replay` and of
-    `write_atomic`."""
+    """Validate the replay, then write it as JSON atomically. Raises what `validate_replay` and `write_atomic` raise."""
     validate_replay(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

@@ -1,4 +1,4 @@
-"""A check of a nested dict against a description of it. It needs no library."""
+"""A check whether a nested dict fits a schema. It needs no library."""
 
 import math
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Maybe:
-    """A schema for None, or for what `of` describes."""
+    """A schema for values that are None or fit the schema `of`."""
 
     of: Any
 
 
 @dataclass(frozen=True)
 class Many:
-    """A schema for a dict with any string keys, whose values all fit `of`."""
+    """A schema for dicts with any string keys and values that fit the schema `of`."""
 
     of: Any
 
@@ -25,8 +25,8 @@ def conform(value: Any, schema: Any, name: str) -> None:
     the message.
 
     A schema is a type, `Maybe`, `Many`, a list or a dict. The type float accepts whole numbers, but not NaN or
-    infinity; object accepts everything. A list of one schema describes lists of any length. The keys of a dict of
-    schemas are all required, and no others are allowed.
+    infinity; object accepts everything. A list with one schema describes lists of any length whose entries fit it. A
+    dict of schemas describes dicts with exactly these keys.
     """
     if isinstance(schema, Maybe):
         if value is not None:

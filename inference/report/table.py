@@ -19,9 +19,9 @@ def table(report: Mapping[str, Any]) -> str:
 
 
 def comparison(reports: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a table with one line per report, of reports about one target. reports: by name. A line has draft length
-    or tree, tokens per target call, speed-up over plain decoding in the same run with its 95 % interval, and whether
-    decoding is exact."""
+    """Return a table that compares reports about one target, one line per report. reports: by name. A line has the
+    draft length or tree; tokens per target call, measured and predicted; the speed-up over plain decoding in the same
+    run, with its 95 % interval; and whether decoding is exact."""
     rows = [["draft", "drafting", "tau", "predicted", "speed-up", "", "exact"]]
     for name, report in reports.items():
         tau = (report["acceptance"] or {"tau": {"measured": None, "predicted": None}})["tau"]
@@ -40,8 +40,8 @@ def _whole(interval: Mapping[str, float | None]) -> tuple[str, str]:
 
 
 def headline(report: Mapping[str, Any]) -> str:
-    """Return the result of a report in one line: the speed-up, its regime, the draft length or tree, and whether the
-    engine is exact."""
+    """Return the result of a report in one line: the speed-up, the temperature, the draft length or tree, and whether
+    the engine is exact."""
     speedup, exact = report["speedup"], report["exactness"]
     verdict = (
         "exactness was not checked" if exact is None else "exact" if exact["passed"] else "NOT EXACT: do not serve it"
@@ -69,7 +69,7 @@ speed-up = tokens per wall second / those of the other arm, end tokens ignored s
 
 
 def _drafting(report: Mapping[str, Any]) -> str:
-    """Return the policy of a report, or the number of nodes of its tree."""
+    """Return the drafting of a report in words: its policy, or the number of nodes of its tree."""
     tree = (report.get("extra") or {}).get("planned_shape")
     return f"trees of {len(tree)} nodes" if tree else str(report["settings"]["policy"])
 
@@ -113,7 +113,7 @@ def _speedup(report: Mapping[str, Any]) -> str:
 
 
 def _words(speedup: Mapping[str, Any]) -> list[str]:
-    """Return a sentence, in a list, for a speed-up whose interval lies below 1 or contains it."""
+    """Return a list with one sentence if the speed-up's interval is below 1 or contains 1, else []."""
     whole, (of, over) = speedup["whole"], (speedup["of"], speedup["over"])
     low, high = whole["low"], whole["high"]
     if low is None or high is None:
@@ -142,8 +142,8 @@ def _depths(report: Mapping[str, Any]) -> str:
 
 
 def _phases(report: Mapping[str, Any]) -> str:
-    """Return a table of phases in milliseconds per round, for all rows of a round together. Prefill is outside the
-    rounds, so its total is given."""
+    """Return a table of the phases in milliseconds per round, for all rows of a round together. Prefill is not part of
+    the rounds, so its total is shown."""
     counted = {name: arm for name, arm in report["arms"].items() if arm["phases"]}
     if not counted:
         return ""

@@ -1,4 +1,4 @@
-"""Sampling: settings of a request, logits to distributions, and draws from distributions by given uniforms."""
+"""Sampling: the settings of a request, distributions from logits, and draws from distributions by given uniforms."""
 
 from inference.sampling.distributions import (
     Truncate,

@@ -1,8 +1,8 @@
 """Distributions from logits, and draws from distributions by given uniforms.
 
-B rows, V vocabulary. Logits are divided by a temperature in one place, `_scaled`. `probs_at` and `log_probs_at` call
-it: for rows with one setting (`probs`) or several (`Regimes`), for drafts of one pass (`models.step`) and for the
-losses (`cotrain.losses.chunked`). Temperature 0 is a one-hot distribution, `certain`.
+B rows, V vocabulary. Only `_scaled` divides logits by a temperature. `probs_at` and `log_probs_at` call it, for rows
+with one setting (`probs`) or several (`Regimes`), for compiled drafting (`models.step`), and for the losses
+(`cotrain.losses.chunked`). Temperature 0 gives a one-hot distribution (`certain`).
 """
 
 import math
@@ -18,23 +18,25 @@ Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V), -in
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in its own dtype, float32 at least."""
+    """Return x (...) in its own dtype, or in float32 if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
-    """Return the softmax of the logits after temperature, top-k, top-p and min-p. Their order and ties are those of
-    transformers' warpers. Temperature 0 gives the one-hot distribution of the first maximum.
+    """Return the distributions (..., V): the softmax of the logits after temperature, top-k, top-p and min-p. Order and
+    ties are as in transformers' warpers. Temperature 0 gives the one-hot distribution of the first maximum.
 
-    logits (..., V): after the settings that read the text (`sampling.penalties`); -inf keeps zero mass. sampling: one
-    setting, or one per entry of the first dimension. Returns (..., V) in the logits' dtype, float32 at least. Logits
-    without a distribution (NaN, +inf, or only -inf) give NaN throughout. Raises ValueError if the number of settings is
-    not the number of rows.
+    logits (..., V): after the settings that read the text (`sampling.penalties`); -inf gives probability 0. sampling:
+    one setting, or one per entry of the first dimension. The result has the logits' dtype, or float32 if that is wider.
+    Logits without a distribution (NaN, +inf, or only -inf) give NaN for every token. Raises ValueError if the numbers
+    of settings and rows differ.
     """
     if isinstance(sampling, Sampling):
         return probs_of(wide(logits), sampling)
     if len(sampling) != logits.shape[0]:
-        raise ValueError(f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits")
+        raise ValueError(
+            f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits; give one per row"
+        )
     groups: dict[tuple[float, ...], list[int]] = {}
     for row, one in enumerate(sampling):
         groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
@@ -46,7 +48,7 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
 
 def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distributions (..., V) of logits (..., V), float32 at least, under one setting, see `probs`."""
+    """Return the distributions (..., V) under one setting, see `probs`. logits (..., V): in float32 or wider."""
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -63,15 +65,15 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
-    """Return softmax(truncate(logits / temperature)) (..., V), for logits (..., V), float32 at least. temperature:
-    above 0, one number, or one per entry of the first dimension. truncate: function that sets some logits to -inf, None
-    for none."""
+    """Return softmax(truncate(logits / temperature)), (..., V). logits (..., V): in float32 or wider. temperature:
+    above 0, one number, or a tensor (A,) with one per entry of the first dimension. truncate: sets some logits to -inf;
+    None for no such function."""
     scaled = _scaled(logits, temperature)
     return (truncate(scaled) if truncate else scaled).softmax(-1)
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return log softmax(logits / temperature) (..., V), see `probs_at`."""
+    """Return log softmax(logits / temperature), (..., V). Arguments as in `probs_at`."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 
@@ -82,20 +84,21 @@ def _scaled(logits: Tensor, temperature: float | Tensor) -> Tensor:
 
 
 def is_missing(probs: Tensor) -> Tensor:
-    """Return which distributions (..., V) are missing: (...) bool. A missing distribution is NaN throughout, because
-    the logits allow no token."""
+    """Return (...) bool: whether each distribution of probs (..., V) is missing. A missing distribution is NaN for
+    every token, because the logits allow no token."""
     return probs[..., 0].isnan()
 
 
 def by_row(values: Tensor, like: Tensor) -> Tensor:
-    """Return values (A,) as (A, 1, ..., 1), with as many dimensions as `like`. Floating-point values get its dtype."""
+    """Return values (A,) as (A, 1, ..., 1), with as many dimensions as `like`. Floating-point values get the dtype of
+    `like`."""
     values = values.to(like.dtype) if values.is_floating_point() else values
     return values.view(-1, *(1,) * (like.dim() - 1))
 
 
 def certain(logits: Tensor) -> Tensor:
-    """Return the one-hot distributions (..., V) of the first maximum of logits (..., V), NaN throughout if it is not
-    finite."""
+    """Return the one-hot distributions (..., V) of the first maximum of logits (..., V); NaN for every token if the
+    maximum is not finite."""
     ids = logits.argmax(-1, keepdim=True)
     top = logits.gather(-1, ids)
     none = top - top  # 0, or NaN
@@ -108,17 +111,17 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Return logits (..., V) with those below the k-th largest set to -inf. Ties with it stay (Fan et al. 2018,
-    1805.04833). If there are at most k logits, none is cut."""
+    """Return logits (..., V) in which all below the k-th largest are -inf (Fan et al. 2018, 1805.04833). Logits equal
+    to the k-th largest stay. If there are at most k logits, all stay."""
     return logits.masked_fill(logits < logits.topk(min(k, logits.shape[-1]), dim=-1).values[..., -1:], -math.inf)
 
 
 def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = None) -> Tensor:
-    """Return logits (..., V) with those of the tail set to -inf. The tail's mass, summed from the least likely token,
-    is at most 1 - p; the likeliest token always stays (Holtzman et al. 2020, 1904.09751).
+    """Return logits (..., V) in which the tail is -inf (Holtzman et al. 2020, 1904.09751). The tail is the least likely
+    tokens whose total mass is at most 1 - p; the likeliest token always stays.
 
-    The order of equal logits is that of torch.sort, called as in transformers; it depends on the row alone. rest: 1 - p
-    per row (A, 1, ...), if rows differ.
+    torch.sort decides the order of equal logits, as in transformers; the order depends only on the row. rest (A, 1,
+    ...): 1 - p of each row, instead of p, if rows differ.
     """
     ascending, order = logits.sort(dim=-1, descending=False)
     gone = ascending.softmax(-1).cumsum(-1) <= (1 - p if rest is None else rest)
@@ -127,8 +130,8 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
 
 def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
-    """Return logits (..., V) with those of tokens less likely than p times the likeliest one set to -inf (Nguyen et al.
-    2024, 2407.01082)."""
+    """Return logits (..., V) in which tokens less likely than p times the likeliest token are -inf (Nguyen et al. 2024,
+    2407.01082). p: a number, or (A, 1, ...) per row."""
     probs = logits.softmax(-1)
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
@@ -136,10 +139,10 @@ def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
 def draw(probs: Tensor, u: Tensor) -> Tensor:
     """Return ids (...), int64, drawn from distributions (..., V) by the inverse CDF. u (...): uniforms in [0, 1).
 
-    The token drawn is the first one with mass whose cumulative probability exceeds u, strictly. The sum is in float64,
-    and u is multiplied by the total. If the probabilities sum to slightly less than 1, the last token therefore does
-    not get the missing mass. If no cumulative probability exceeds u, the last token with mass is returned. A token of
-    probability 0 is never returned, whatever the rounding of a parallel scan.
+    The result is the first token with mass whose cumulative probability is strictly above u times the total. Sums are
+    in float64. Multiplying u by the total matters if the probabilities sum to slightly less than 1: the last token must
+    not get the missing mass. If no cumulative probability is above, the last token with mass is returned. A token of
+    probability 0 is never returned, even if a parallel sum is rounded.
     """
     cdf = probs.to(torch.float64).cumsum(-1)  # (..., V)
     total = cdf[..., -1:]
@@ -151,7 +154,8 @@ def draw(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
-    """Return the first token (...) with mass and cdf > bound (..., 1), else the last one with mass."""
+    """Return, for each row, the first token (...) with mass whose cdf is above bound (..., 1), or else the last token
+    with mass. probs, cdf (..., V)."""
     mass = probs > 0
     hit = mass & (cdf > bound)
     last = probs.shape[-1] - 1 - mass.flip(-1).to(torch.uint8).argmax(-1)
@@ -159,9 +163,9 @@ def _first_above(probs: Tensor, cdf: Tensor, bound: Tensor) -> Tensor:
 
 
 class Regimes:
-    """Temperature, top-k, top-p and min-p of A rows as tensors on the device. The distributions under them are those
-    that `probs` gives row by row, with the same order and ties. sampling: the settings of each row. Making an object
-    copies to the device."""
+    """Temperature, top-k, top-p and min-p of A rows as tensors on the device. Distributions are computed for all rows
+    at once and equal those of `probs` row by row, with the same order and ties. sampling: the settings of each row.
+    Making a `Regimes` copies data to the device."""
 
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
@@ -186,13 +190,15 @@ class Regimes:
         self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
 
     def probs(self, logits: Tensor) -> Tensor:
-        """Return distributions (A, ..., V), float32 at least, for logits (A, ..., V); NaN throughout where the logits
-        have no distribution.
+        """Return distributions (A, ..., V), in float32 or wider. logits (A, ..., V); logits without a distribution give
+        NaN for every token.
 
-        Raises ValueError for another number of rows.
+        Raises ValueError if the number of rows is not A.
         """
         if logits.shape[0] != self.count:
-            raise ValueError(f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits")
+            raise ValueError(
+                f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits; give one per row"
+            )
         if self.alike is not None:
             return probs_of(wide(logits), self.alike)
         logits = wide(logits)
@@ -203,7 +209,8 @@ class Regimes:
 
     @property
     def key(self) -> Hashable:
-        """Return everything that the distributions of `on` depend on except their tensors."""
+        """Return a hashable value: for two objects with the same value, what `on` returns computes distributions by the
+        same operations. Only the values of the tensors may differ."""
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
@@ -219,8 +226,8 @@ class Regimes:
         }
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
-        """Return the same computation on other tensors with the names and shapes of `tensors()`. They may be the
-        settings of other rows that have this `key`."""
+        """Return a `Regimes` that reads `tensors`, by the names and with the shapes that the method `tensors` gives.
+        They may be the settings of other rows with the same `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
         other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
@@ -247,7 +254,8 @@ class Regimes:
         return keep_min_p(logits, by_row(self.min_p, logits)) if self.any_min_p else logits
 
     def _top_k(self, logits: Tensor) -> Tensor:
-        """Return the logits with those below the k-th largest of each row set to -inf; k = 0 keeps all."""
+        """Return logits (A, ..., V) in which all below the k-th largest are -inf. k is each row's own; k = 0 keeps
+        all."""
         V = logits.shape[-1]
         k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
         largest = logits.topk(min(self.max_top_k, V), dim=-1).values

@@ -1,11 +1,13 @@
-"""Counter-based random numbers. They are pure functions of a key, independent of the order of calls and of the batch.
+"""Counter-based random numbers. They are pure functions of a key, so they do not depend on the order of calls or on the
+batch.
 
-A uniform is keyed by (seed, row, start, depth, stream); start is the number of tokens the row had emitted when the
-round began. Block and traversal verification read numbers past the token at which they stop. If the key lacked the
-start, the next round would use those numbers again, which would bias the text. Gumbel noise is keyed by (seed, row,
-position, token) alone, since the coupled rule needs the same noise wherever rounds begin.
+A uniform is keyed by (seed, row, start, depth, stream). row is the row's id; start is the number of tokens that the row
+had emitted when the round began. Block and traversal verification read numbers past the token at which they stop. If
+the key lacked the start, the next round would use these numbers again, and the text would be biased. Gumbel noise is
+keyed only by (seed, row, position, token), since the coupled rule needs the same noise for every start.
 
-The mixer is splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, with the same bits on every device.
+The hash is built from splitmix64 (Steele, Lea, Flood 2014) in wrapping int64, with the same bits on every device. B or
+A rows, D depths, S streams, V vocabulary.
 """
 
 import struct
@@ -34,53 +36,55 @@ SECOND = _signed(0x94D049BB133111EB)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Return x shifted right logically, since the shift of int64 itself copies the sign."""
+    """Return x (int64) shifted right by `bits`, with zeros shifted in. The shift of int64 itself copies the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Return x after the finaliser of splitmix64, a bijection of 64-bit words."""
+    """Return x (..., int64) after the last step of splitmix64, a bijection of 64-bit words."""
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND
     return x ^ _shifted(x, 31)
 
 
 def _absorb(state: Tensor, word: Tensor) -> Tensor:
-    """Return the state of the hash after one more word of the key, broadcasting."""
+    """Return the hash's state after one more word of the key. state and word are int64 and broadcast against each
+    other."""
     return _mix((state ^ _mix(word + GOLDEN)) + GOLDEN)
 
 
 def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
-    """Return the states (S, B) of the hash after seed, stream and row."""
+    """Return the hash's states (S, B) after seed, stream and row. row (B,): ids of the rows."""
     state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
     stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
     return _absorb(_absorb(state, stream), row)
 
 
 def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -> Tensor:
-    """Return uniforms (B, D) in [0, 1), float64 with 53 bits, on row's device. They are a function of (seed, row,
-    start, depth, stream) alone.
+    """Return uniforms (B, D) in [0, 1), float64 with 53 bits, on row's device. They depend only on (seed, row, start,
+    depth, stream).
 
-    row (B,): ids of the rows. start (B,): tokens emitted when the round began. depth (D,): depths or tree nodes. All
-    are int64. stream: DRAFT, ACCEPT, RESIDUAL or another stream of this module.
+    row (B,): ids of the rows. start (B,): number of tokens that the row had emitted when the round began. depth (D,):
+    depths or nodes of a tree (0-based). All are int64. stream: DRAFT, ACCEPT, RESIDUAL or another stream of this
+    module.
     """
     return uniforms(seed, row, start, depth, (stream,))[0]
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """Return the `uniform` numbers (S, B, D) of S streams in one call, which takes no longer than the call for one
-    stream."""
+    """Return the numbers of `uniform` for S streams, (S, B, D). One call takes no longer than a call for one stream.
+    Other arguments as in `uniform`."""
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
 
 
 class Uniforms:
-    """A table of `uniforms` for the rows of a batch. It is filled for many starts at a time, because the time of a call
-    depends on its kernel launches and hardly on its size.
+    """A table of `uniforms` for the rows of a batch. It is filled for many starts at a time, since the time of a call
+    depends mostly on its kernel launches and hardly on its size.
 
-    seed: that of the call. device: where the table is. A round calls `offsets` on the host, then `fill` if `offsets`
-    says so, then `at` on the device. Only one number per row is thus copied to the device.
+    seed: the call's seed. device: the table's device. A round calls `offsets` on the host, then `fill` if `offsets`
+    returned True, then `at` on the device. So only one number per row is copied to the device.
     """
 
     STARTS = 64  # filled at once
@@ -95,7 +99,7 @@ class Uniforms:
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
         """Return the uniforms (S, A, D) of the streams DRAFT, ACCEPT and RESIDUAL, for depths 0 to D - 1. rows, starts:
-        the id and the start of each row. depths: D."""
+        each row's id and start. depths: D."""
         offsets, fresh = self.offsets(rows, starts, depths)
         if fresh:
             row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
@@ -103,8 +107,8 @@ class Uniforms:
         return self.at(torch.tensor(offsets, device=self.device), depths)
 
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
-        """Return the offset of each row's numbers in the table, and whether `fill` must be called first. rows, starts:
-        the id and the start of each row."""
+        """Return, for each row, the offset of its numbers in the table; and whether `fill` must be called first. rows,
+        starts: each row's id and start. depths: number of depths needed."""
         covered = rows == self.rows and depths <= self.table.shape[-1]
         since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
         fresh = min(since) < 0 or max(since) >= self.span
@@ -113,7 +117,7 @@ class Uniforms:
         return [row * self.span + start for row, start in enumerate(since)], fresh
 
     def fill(self, rows: Tensor, starts: Tensor, depths: int) -> None:
-        """Fill the table with the numbers of rows (A,) from their starts (A,) on."""
+        """Fill the table for rows (A,), from each row's start in starts (A,) on. depths: number of depths needed."""
         row = rows.repeat_interleave(self.span)
         start = starts.unsqueeze(1) + torch.arange(self.span, device=self.device)
         depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
@@ -121,13 +125,13 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Return the numbers (S, A, depths) of the rows whose `offsets` (A,) the method `offsets` has returned."""
+        """Return the numbers (S, A, depths) at offsets (A,), which the method `offsets` gives."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 
 def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return standard Gumbel noise -log(-log u), (B, n, V) float64 on row's device, a function of (seed, row, position,
-    token). It is always finite.
+    """Return standard Gumbel noise -log(-log u), (B, n, V) float64 on row's device. It depends only on (seed, row,
+    position, token), and is always finite.
 
     row (B,): ids of the rows. position (B, n): in the generated text, int64. V: size of the vocabulary.
     """
@@ -135,12 +139,13 @@ def gumbel(seed: int, row: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def gumbel_states(seed: int, row: Tensor) -> Tensor:
-    """Return the state (B,) of `gumbel`'s hash after seed and row, the ids (B,) of the rows."""
+    """Return the states (B,) of `gumbel`'s hash after seed and row. row (B,): ids of the rows."""
     return _start(seed, (NOISE,), row)[0]
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return the `gumbel` noise (B, n, V) of rows, given their `gumbel_states` (B,) and positions (B, n)."""
+    """Return the Gumbel noise (B, n, V) of `gumbel`. states (B,): the result of `gumbel_states` or `states_at`.
+    position (B, n)."""
     state = _absorb(states.unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
@@ -148,20 +153,21 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """Return the state (B,) of the hash after seed and row, the ids (B,) of the rows, for `states_at`."""
+    """Return the hash's states (B,) after seed and row, as `states_at` needs them. row (B,): ids of the rows."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
 def states_at(states: Tensor, start: Tensor) -> Tensor:
-    """Return the states (B,) of the noise that draws children of a tree's nodes, of rounds that begin at start (B,)
-    tokens. states: the rows' `branch_states` (B,). `gumbel_after(states_at(...), node (B, n), V)` is the noise at each
-    node; node 0 is the anchor."""
+    """Return the states (B,) of the noise that draws the children of a tree's nodes. states (B,): the rows'
+    `branch_states`. start (B,): number of tokens that the row had emitted when the round began.
+    `gumbel_after(states_at(...), keys, V)` is the noise at each node; keys (B, n): 0 for the text's last token (the
+    anchor), i + 1 for node i."""
     return _absorb(states, start)
 
 
 def row_ids(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return a stable id in [0, 2^63) per prompt: blake2b of its token ids, of its source if it has one, and of how
-    many equal prompts come before it."""
+    """Return a stable id in [0, 2^63) for each prompt: a blake2b hash of its token ids, its source if it has one, and
+    the number of equal prompts before it."""
     seen: Counter[tuple[int, ...]] = Counter()
     ids = []
     for prompt in map(words, prompts):

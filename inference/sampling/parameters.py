@@ -42,17 +42,17 @@ COLDEST = 1e-5  # divided by a lower temperature, logits overflow float32
 class Sampling:
     """The sampling settings of a request, applied in the order of transformers and with its ties.
 
-    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: number of tokens to keep, besides ties with
-    the last one; 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest token.
-    repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and text.
+    temperature: 0 (greedy, a one-hot distribution) or at least 1e-5. top_k: number of tokens to keep (and those equally
+    likely to the last of them); 0 keeps all. top_p: nucleus mass in (0, 1]. min_p: in [0, 1], relative to the likeliest
+    token. repetition_penalty: > 0, divides positive and multiplies negative logits of every token of prompt and text.
     presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from the logits of tokens generated
-    so far, without the prompt. logit_bias: token id -> number added to its logit. banned: token-id sequences that never
-    occur in full. banned_first: token ids that are not the first new token. min_new_tokens: the number of new tokens
-    before which no end token occurs. stop: strings that end the text. stop_ids: token ids that end the text.
-    processors: callables (ids (1, T), logits (1, V)) -> logits (1, V), the form of transformers' LogitsProcessor; they
-    must be pure functions of the prefix.
+    so far, without the prompt. logit_bias: token id -> number added to its logit. banned: sequences of token ids that
+    must never occur in full. banned_first: token ids that must not be the first new token. min_new_tokens: the least
+    number of new tokens before an end token. stop: strings that end the text. stop_ids: token ids that end the text.
+    processors: functions (ids (1, T), logits (1, V)) -> logits (1, V), like transformers' LogitsProcessor; the result
+    must depend only on these arguments.
 
-    Raises ValueError naming the field and its value.
+    Raises ValueError naming a wrong field and its value.
     """
 
     temperature: float = 1.0
@@ -93,8 +93,8 @@ class Sampling:
 
     @classmethod
     def of(cls, config: GenerationConfig) -> "Sampling":
-        """Return the settings of a transformers generation config. An engine does not call this, because it reads only
-        the end tokens of the config, and the first ids of an encoder-decoder's texts.
+        """Return the settings of a transformers generation config. Engines do not call this: of a generation config
+        they read only the end tokens, and the first ids of an encoder-decoder's texts.
 
         Without do_sample the temperature is 0. An unset top_k is 50, as in transformers. Raises ValueError naming a
         setting that has no counterpart here, such as the beams of a beam search.
@@ -136,8 +136,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 
 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
-    """Return whether a value is a whole number of at least `least` and less than `below`; None for no bound. True and
-    False do not count."""
+    """Return whether a value is a whole number, at least `least` and less than `below` (None for no bound). True and
+    False are not whole numbers."""
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 

@@ -1,8 +1,8 @@
 """Settings that read the text so far: penalties, biases, banned words, minimum length, processors of the user.
 
-A rows, n positions per row, V vocabulary, K drafted ids. The order is that of transformers' generate: bias, repetition,
-presence, frequency, banned, minimum length, processors. `process` is the reference and handles one position at a time.
-`Penalties` computes the same for all active rows of an engine at once, on the device, except processors:
+A rows, n positions per row, V vocabulary, K drafted ids. They are applied in the order of transformers' generate: bias,
+repetition, presence, frequency, banned, minimum length, processors. `process` is the reference, one position at a time.
+`Penalties` computes the same for all active rows of an engine at once, on the device, except processors.
 `apply_processors` calls these position by position, with ids read from the device.
 """
 
@@ -28,7 +28,7 @@ Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tok
 
 
 def needs_history(sampling: Sampling) -> bool:
-    """Return whether a setting reads the text, so that the distribution depends on more than the model's logits."""
+    """Return whether some setting reads the text, so that the distribution depends on more than the model's logits."""
     return bool(
         sampling.repetition_penalty != 1
         or sampling.presence_penalty != 0
@@ -48,21 +48,21 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Return the logits after each row's settings that read the text, before `sampling.probs`. This is the reference
-    for `Penalties`.
+    """Return logits (n, V) after the settings that read the text, for `sampling.probs`. This is the reference for
+    `Penalties`.
 
-    logits (n, V): each row is a position of some text. histories: n lists of ids, prompt included. new: how many ids of
-    each history were generated, drafts included. sampling: one or n settings. eos_ids: end tokens, which have no mass
-    before min_new_tokens, like `stop_ids`.
+    logits (n, V): each row is for a position of some text. histories: for each row, the ids before it, prompt included.
+    new: for each row, how many of these ids were generated, drafts included. sampling: one setting, or one per row.
+    eos_ids: end tokens; like `stop_ids` they get no mass before min_new_tokens.
 
-    Returns (n, V) in the logits' dtype, float32 at least; the input is not changed. Raises ValueError if lengths
-    differ, if an id is outside the vocabulary, or if the settings forbid every token of a row.
+    The result has the logits' dtype, or float32 if that is wider; the input is not changed. Raises ValueError if
+    lengths differ, if an id is outside the vocabulary, or if the settings forbid every token of a row.
     """
     n = logits.shape[0]
     regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
     if not n == len(histories) == len(new) == len(regimes):
         lengths = f"{len(histories)} histories, {len(new)} counts and {len(regimes)} sampling settings"
-        raise ValueError(f"there are {lengths} for {n} rows of logits")
+        raise ValueError(f"there are {lengths} for {n} rows of logits; give one of each per row")
     chains = {id(one): _chain(one, eos_ids) for one in regimes}
     out = wide(logits).clone()
     for i, (history, count, one) in enumerate(zip(histories, new, regimes, strict=True)):
@@ -76,17 +76,17 @@ def process(
 
 
 def presence(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Return logits (1, V) minus the penalty for each token that occurs in ids (T,), once per token."""
+    """Return logits (1, V), lowered by the penalty for each token that occurs in ids (T,)."""
     return logits - penalty * (_counts(ids, logits) > 0)
 
 
 def frequency(ids: Tensor, logits: Tensor, penalty: float) -> Tensor:
-    """Return logits (1, V) minus the penalty for each token that occurs in ids (T,), once per occurrence."""
+    """Return logits (1, V), lowered for each token by the penalty times the number of its occurrences in ids (T,)."""
     return logits - penalty * _counts(ids, logits)
 
 
 def _counts(ids: Tensor, logits: Tensor) -> Tensor:
-    """Return how often each id occurs in ids (T,), as (V,) in the dtype of the logits."""
+    """Return how often each token occurs in ids (T,), (V,) in the dtype of logits (1, V)."""
     return torch.zeros_like(logits[0]).index_add_(0, ids, torch.ones_like(ids, dtype=logits.dtype))
 
 
@@ -95,7 +95,7 @@ def _generated(ids: Tensor, new: int) -> Tensor:
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the steps that these settings need, in their order. eos_ids: end tokens, see `process`."""
+    """Return the steps that these settings need, in the order of the module. eos_ids: end tokens, see `process`."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -122,8 +122,8 @@ def _plain(processor: Callable[[Tensor, Tensor], Tensor]) -> Step:
 
 
 def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores: Tensor) -> Tensor:
-    """Return what a user's processor returns for a text, ids (1, T), and its logits, scores (1, V). Raises ValueError
-    if the result is not (1, V), since another shape would be broadcast silently."""
+    """Return the result (1, V) of a user's processor. ids (1, T): the text. scores (1, V): its logits. Raises
+    ValueError if the result is not (1, V), since torch would broadcast another shape silently."""
     result = processor(ids, scores)
     if not isinstance(result, Tensor) or result.shape != scores.shape:
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -145,14 +145,14 @@ def _require_a_token(logits: Tensor) -> None:
     if empty.any():
         row = int(empty.nonzero()[0])
         raise ValueError(
-            f"row {row} has no token left: Sampling.banned, logit_bias, min_new_tokens or processors "
-            "forbid every one the model allows"
+            f"row {row} has no token left: Sampling.banned, banned_first, logit_bias, min_new_tokens or processors "
+            "forbid every token whose logit is finite; allow one of them"
         )
 
 
 class Row(Protocol):
-    """The attributes of a row (`inference.request.Request`) that settings read: its text, the length of its prompt, its
-    new ids, its settings, and the ids that end it."""
+    """The attributes of a row (`inference.request.Request`) that settings read: the ids of its text, the number of its
+    prompt's tokens, its new ids, its settings, and the ids that end it."""
 
     @property
     def text(self) -> list[int]: ...
@@ -167,10 +167,10 @@ class Row(Protocol):
 
 
 class Penalties:
-    """The settings of the active rows that read their texts, except processors.
+    """The active rows' settings that read the text, except processors.
 
-    Occurrences of generated ids are counted on the device; a round copies only the newest ids to it. When rows come or
-    go, a new object is made and its tables are copied to the device.
+    Occurrences of generated ids are counted on the device; a round copies only the newest ids there. When rows come or
+    go, a new `Penalties` is made, and its tables are copied to the device.
     """
 
     def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
@@ -194,7 +194,8 @@ class Penalties:
             self.generated = self._counts([row.new for row in rows])  # (A, V)
 
     def newest(self) -> list[list[int]]:
-        """Return the ids of each text that are not counted yet, padded with -1 to one width, and mark them counted."""
+        """Return, for each text, its ids that are not counted yet, padded with -1 on the right to one width. They then
+        count as counted."""
         if not self.penalised:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
@@ -202,18 +203,19 @@ class Penalties:
         return _padded(ids, -1)
 
     def tails(self) -> list[list[int]]:
-        """Return, for each text, its last ids, as many as bans read, padded with -1 on the left."""
+        """Return, for each text, its last `width` ids, as many as the longest banned sequence needs, padded with -1 on
+        the left."""
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
-        """Add the ids `newest` (A, m) to the counts on the device."""
+        """Add ids to the counts on the device, in place. newest (A, m): padded with -1."""
         if newest.shape[1] and self.generated is not None:
             self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
     def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
-        """Return logits (A, n, V), float32 at least, after these settings. Column i of the logits follows the text and
-        the first `first` + i of the drafted ids x (A, K). tails (A, L): from `tails`. emitted (A,): tokens generated
-        before the drafts."""
+        """Return logits (A, n, V), in float32 or wider, after these settings. Column i comes after the text and the
+        first `first + i` drafts of x (A, K). tails (A, L): the result of `tails`. emitted (A,): number of tokens that
+        were generated before the drafts."""
         out, n = wide(logits), logits.shape[1]
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
@@ -229,7 +231,8 @@ class Penalties:
 
     @property
     def key(self) -> Hashable:
-        """Return everything that `apply` depends on except its arguments and `tensors`."""
+        """Return a hashable value: for two objects with the same value, `apply` does the same operations. Only its
+        arguments and the values in `tensors` may differ."""
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
@@ -249,7 +252,8 @@ class Penalties:
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
-        """Return the same settings, which read other tensors with the names and shapes of `tensors()`."""
+        """Return a `Penalties` that reads `tensors`, by the names and with the shapes that the method `tensors`
+        gives."""
         other = copy(self)
         other.bias, other.words = tensors.get("bias"), tensors.get("words")
         other.ends, other.first = tensors.get("ends"), tensors.get("first")
@@ -259,8 +263,8 @@ class Penalties:
         return other
 
     def _penalise(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """Return the logits after the repetition, presence and frequency penalties. counts (A, n, V): how often each id
-        occurs among the generated ones before each position."""
+        """Return logits (A, n, V) after the repetition, presence and frequency penalties. counts (A, n, V): how often
+        each id occurs among the generated ids before each position."""
         assert self.prompt is not None
         there, dtype = counts > 0, logits.dtype
         factor = self.repetition.to(dtype)
@@ -270,8 +274,8 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). x (A, K): the drafts,
-        of which `first` come before the first position."""
+        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). x (A, K): the drafts.
+        first: the number of drafts before the first position."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
@@ -279,8 +283,8 @@ class Penalties:
         return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
-        """Return the logits with those of ids that would complete a banned word set to -inf. text (A, L + K): tails and
-        drafts. words: from `_words`."""
+        """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): tails
+        and drafts. first: number of drafts before the first position. words (M, 2 + L): the result of `_words`."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
@@ -294,8 +298,8 @@ class Penalties:
         return logits.flatten().scatter_add(0, flat.flatten(), ban.flatten()).view_as(logits)
 
     def _words(self) -> Tensor | None:
-        """Return all banned words of all rows (M, 2 + L), or None if there are none: the row, the last id, and the ids
-        before it, padded with -1 on the left."""
+        """Return the M banned sequences of all rows, (M, 2 + L), or None if there are none. Each line has the row, the
+        sequence's last id, and the ids before it, padded with -1 on the left."""
         words = [(a, word) for a, row in enumerate(self.rows) for word in row.sampling.banned]
         if not words:
             return None
@@ -305,12 +309,13 @@ class Penalties:
         return torch.tensor([[a, word[-1], *prefix] for (a, word), prefix in rows], device=self.device)
 
     def _marked(self, ids: list[frozenset[int]]) -> Tensor | None:
-        """Return a table (A, V) that marks the ids of each row, or None if no row has any."""
+        """Return a bool table (A, V) that is True at each row's ids, or None if no row has ids."""
         table = self._table([dict.fromkeys((id for id in some if id < self.vocabulary), 1.0) for some in ids])
         return None if table is None else table > 0
 
     def _table(self, entries: Sequence[Mapping[int, float]]) -> Tensor | None:
-        """Return the values of each row, id -> value, as a float32 table (A, V), or None if there are no values."""
+        """Return a float32 table (A, V) of the rows' values, 0 elsewhere; None if there are no values. entries: for
+        each row, its values by id."""
         numbers = [(a, id, value) for a, row in enumerate(entries) for id, value in row.items()]
         if not numbers:
             return None
@@ -345,11 +350,13 @@ def apply_processors(
     first: int,
     messages: dict[int, str],
 ) -> Tensor:
-    """Return the logits (A, n, V), as a new tensor, after the processors of the rows whose indices are in `own`. Column
-    i follows the text and the first `first` + i of the drafted ids x (A, K). k: drafts of each row.
+    """Return a new tensor of logits (A, n, V) after the users' processors. own: indices of the rows that have
+    processors. Column i comes after the text and the first `first + i` drafts of x (A, K). k: number of drafts of each
+    row.
 
     A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
-    mass. If a processor raises, its error is stored in `messages`, by row, and every token at that position gets -inf.
+    mass. If a processor raises, its error is stored in `messages` by row, in place, and every token at that position
+    gets -inf.
     """
     logits, drafts = logits.clone(), x.tolist()
     for a in own:
@@ -365,8 +372,8 @@ def apply_processors(
 
 
 def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
-    """Call the processors of one row and overwrite `scores_here` (1, V) with the result. draft: the drafts before the
-    position. a: the row's index. Returns False if a processor raised."""
+    """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
+    before the position. a: the row's index. messages: as in `apply_processors`. Return False if a processor raised."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:

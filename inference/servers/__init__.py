@@ -1,1 +1,1 @@
-"""Clients of serving engines, and a proposer class for vLLM."""
+"""Clients and workers for other serving engines, and a proposer class that vLLM loads."""

@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server. It requests completions of prompts and reads vLLM's counters of drafts."""
+"""A client of an OpenAI-compatible server. It requests completions of prompts, and reads vLLM's counters of drafts."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Completion:
-    """The answer to one prompt. text: the new text. ids: ids of its tokens, None from a server that does not send them.
+    """The answer to one prompt. text: the new text. ids: the new token ids, None if the server does not send them.
     finish: "stop" or "length". end: id of the token that ended the text, None if the server does not say."""
 
     text: str
@@ -57,8 +57,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Served:
-    """The drafting counters of a server. rounds: number of rounds that drafted. drafted, accepted: numbers of tokens.
-    by_depth: number of tokens accepted at each depth."""
+    """The drafting counters of a server. rounds: number of rounds that drafted. drafted, accepted: numbers of drafts.
+    by_depth: number of drafts accepted at each depth (0-based)."""
 
     rounds: int
     drafted: int
@@ -76,15 +76,15 @@ class Served:
 
     @property
     def tau(self) -> float:
-        """Return tokens per target call, over calls that verified drafts; nan before the first such call."""
+        """Return tokens per target call, counting only calls that verified drafts; nan before the first such call."""
         return 1 + self.accepted / self.rounds if self.rounds else float("nan")
 
 
 class Client:
     """A client of one server. url: the server's root, with or without http:// and /v1. model: name of the model on the
-    server, None for the first in its list. key: the API key, by default the environment's OPENAI_API_KEY. timeout:
-    seconds to wait for a completion. Raises ConnectionError, with the address and the answer, if the server does not
-    answer, rejects a request, or answers in another form."""
+    server, None for the first in its list. key: the API key, None for the one in the environment variable
+    OPENAI_API_KEY. timeout: seconds to wait for a completion. Raises ConnectionError, with the address and the answer,
+    if the server does not answer, rejects a request, or answers in another form."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, timeout: float = 600.0) -> None:
         self.root = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -102,11 +102,11 @@ class Client:
         at_once: int = 8,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Return a completion of every prompt (strings or ids). seeds: one per prompt. at_once: the largest number of
-        requests that run at a time. ignore_eos: whether texts end by length only.
+        """Return a completion of every prompt (text or token ids). seeds: one per prompt. at_once: the largest number
+        of requests at a time. ignore_eos: whether texts end only by length.
 
-        Raises ValueError for sampling settings that this server does not apply as they are meant, and if a limit of the
-        server ends a text early. Raises ConnectionError as the class does.
+        Raises ValueError for sampling settings that this server applies differently or not at all, and if the server
+        ends a text before max_new_tokens. Raises ConnectionError as the class does.
         """
         common = self._request(sampling, max_new_tokens, ignore_eos)
 
@@ -116,9 +116,9 @@ class Client:
             completion, tokens = self._read("/v1/completions", self.completion, asked)
             if completion.finish == "length" and tokens is not None and tokens < max_new_tokens:
                 raise ValueError(
-                    f"{self.root} ended a text after {tokens} of {max_new_tokens} tokens: raise its "
-                    "context, or its own limit (max_new_tokens of vLLM's generation config, "
-                    "--n-predict of llama.cpp)"
+                    f"{self.root} ended a text after {tokens} of {max_new_tokens} tokens: raise its context "
+                    "(vLLM: --max-model-len, llama.cpp: --ctx-size) or its own limit (vLLM: max_new_tokens in "
+                    "generation_config.json, llama.cpp: --n-predict)"
                 )
             return completion
 
@@ -130,8 +130,8 @@ class Client:
         return completion_in(answer)
 
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
-        """Return the settings with which the server samples if a request asks for these, or None if the server does not
-        say; only llama.cpp does."""
+        """Return the settings that the server really uses for a request with `sampling`, by name. Return None if the
+        server does not report them; only llama.cpp does."""
         if self.owner != LLAMA_CPP:
             return None
         asked = self._request(sampling, 1, False)
@@ -139,18 +139,19 @@ class Client:
         return {name: said[name] for name in asked if name in said}
 
     def _seed(self, seed: int) -> int:
-        """Return the seed in a size that the server reads whole; llama.cpp reads 32 bits."""
+        """Return a seed of the size that the server supports: 63 bits for vLLM and SGLang, 31 bits (a hash) for
+        others."""
         if self.owner in LIKE_VLLM:
             return seed % 2**63
         return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=4).digest()) >> 1
 
     def _request(self, sampling: Sampling, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
-        """Return the fields of a request, those with neutral values too: if one is absent, the server takes the model's
-        generation config or a default of its own. Raises ValueError as `complete` does.
+        """Return the fields of a request, by name. Neutral values are sent too: for a missing field, the server would
+        use the model's generation config or a default of its own. Raises ValueError as `complete` does.
 
-        vLLM, SGLang and llama.cpp get their own fields. Any other server may reject fields that it does not know: it
-        gets OpenAI's, and those of `NOT_EVERYWHERE` only if they are not neutral, so it may fill in the others. It gets
-        a repetition penalty under both names.
+        vLLM, SGLang and llama.cpp get their own fields. Any other server may reject fields that it does not know. It
+        gets OpenAI's fields, the repetition penalty under both names, and the fields of `NOT_EVERYWHERE` only if they
+        are not neutral.
         """
         like_vllm = self.owner in LIKE_VLLM
         refuse(sampling, *UNTRANSLATED, *(() if like_vllm else LIKE_VLLM_ONLY))
@@ -190,8 +191,8 @@ class Client:
         return fields | ({"return_token_ids": True} if self.sends_ids else {})
 
     def counted(self) -> Served | None:
-        """Return the drafting counters since the server started, or None if the server shows none. Raises
-        ConnectionError as the class does."""
+        """Return the drafting counters since the server started, or None if the server has none. Raises ConnectionError
+        as the class does."""
         try:
             return self._read("/metrics", counted_in)
         except ConnectionError as error:
@@ -212,7 +213,9 @@ class Client:
                 answer += "; OPENAI_API_KEY in the environment must be the server's key"
             raise ConnectionError(f"{self.root}{path} answered {error.code}: {answer}") from error
         except (OSError, HTTPException, ValueError) as error:  # ValueError: of an address that is none
-            raise ConnectionError(f"{self.root}{path} does not answer: {error}") from error
+            raise ConnectionError(
+                f"{self.root}{path} does not answer ({error}): start the server, or correct the address"
+            ) from error
         try:
             return read(answer)
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -223,13 +226,13 @@ class Client:
 
 
 def _first_model(answer: str) -> tuple[str, Any]:
-    """Return name and owner of the first model in a server's list."""
+    """Return the name and the owner of the first model in a server's list. The owner may be None."""
     listed = json.loads(answer)["data"][0]
     return typed(listed["id"], str), listed.get("owned_by")
 
 
 def completion_in(answer: str) -> tuple[Completion, int | None]:
-    """Return a completion, and the number of its tokens, None if the server does not say it."""
+    """Return a completion, and its number of tokens (None if the server does not send it)."""
     read = json.loads(answer)
     choice = read["choices"][0]
     ids, finish, usage = choice.get("token_ids"), choice.get("finish_reason"), read.get("usage")
@@ -246,7 +249,7 @@ def completion_in(answer: str) -> tuple[Completion, int | None]:
 
 
 def _settings(answer: str) -> dict[str, Any]:
-    """Return the settings in an answer of llama.cpp, {} if the answer has none."""
+    """Return the sampling settings in an answer of llama.cpp; {} if the answer has none."""
     said = json.loads(answer).get("generation_settings")
     return {} if said is None else typed(said, dict)
 
@@ -259,7 +262,7 @@ def typed(value: Any, kind: type) -> Any:
 
 def counted_in(page: str) -> Served | None:
     """Return the drafting counters in a Prometheus page of vLLM, or None if the page has none. Raises KeyError for a
-    page with only some of them, and ValueError or OverflowError for a value that is no number."""
+    page with only some of the counters, and ValueError or OverflowError for a value that is no number."""
     counts: dict[str, int] = {}
     depths: dict[int, int] = {}
     for name, labels, value in COUNTER.findall(page):
@@ -279,8 +282,8 @@ def counted_in(page: str) -> Served | None:
 
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
-    """Return the counters of a server once they have not changed for `quiet` seconds, or after `limit` seconds. A
-    server updates its page some time after it answers. Returns None if the server shows none."""
+    """Return a server's drafting counters once they have not changed for `quiet` seconds, or after `limit` seconds. A
+    server updates them some time after it answers. Return None if the server has none."""
     counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
     while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)

@@ -1,11 +1,11 @@
 """Look-up, with or without a draft model, as a proposer class that vLLM loads.
 
-    COTRAIN_DRAFT=<draft folder of kind retrieval or hybrid> PYTHONPATH=<where this package is> vllm serve TARGET \\
-        --speculative-config '{"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", \\
-                               "num_speculative_tokens": 5}'
+COTRAIN_DRAFT=<draft folder of kind retrieval or hybrid> PYTHONPATH=<where this package is> vllm serve TARGET \\
+--speculative-config '{"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", \\
+"num_speculative_tokens": 5}'
 
-vLLM treats the proposals of such a class as deterministic, so a model drafts its likeliest tokens here. vLLM may
-reorder its texts. State is stored by row number; if another text is in a row, the row's state is dropped.
+vLLM treats the drafts of such a class as deterministic, so a model drafts its likeliest tokens here. State is stored by
+row number. vLLM may move a text to another row; the row's state is then computed again.
 """
 
 import os
@@ -28,7 +28,8 @@ FOLDER = "COTRAIN_DRAFT"  # names the draft folder; without it, look-up in the t
 
 class Lookup:
     """The proposer of vLLM's method `custom_class` (0.32, V1 runner). It drafts by look-up, with or without a model.
-    vllm_config: vLLM's own, which gives the number of drafts, of rows and of tokens per text."""
+    vllm_config: vLLM's config. It gives the number of drafts per round, the number of rows, and the largest number of
+    tokens per text."""
 
     def __init__(self, vllm_config: Any) -> None:
         self.k = int(vllm_config.speculative_config.num_speculative_tokens)
@@ -41,13 +42,14 @@ class Lookup:
         self.rows = [SuffixAutomaton() for _ in range(rows)]
 
     def load_model(self, model: Any) -> None:
-        """Do nothing. vLLM's runner for CPUs calls this on every proposer."""
+        """Do nothing; vLLM's runner for CPUs calls this method of every proposer."""
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
-        """Return the drafts of each row; rows without new ids get none. sampled: the new ids of each row. token_ids
-        (rows, n): the first lengths[b] are row b's text, new ids included. slot_mappings is not used."""
+        """Return, for each row, the ids of its drafts; [] for a row without new ids. sampled: for each row, its new
+        ids. token_ids (rows, n): the first lengths[b] ids are row b's text, new ids included. slot_mappings is not
+        used."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 
@@ -62,15 +64,16 @@ class Lookup:
 
 
 class Greedy:
-    """A drafter of a model's likeliest tokens, with one slot per row. folder: the draft's. context: the largest number
-    of tokens of a text."""
+    """Drafts a model's likeliest tokens, with a cache for each row. folder: the draft folder. rows: number of rows.
+    context: the largest number of tokens of a text."""
 
     def __init__(self, folder: str, rows: int, context: int) -> None:
         self.lm = LM(widened(load_draft(folder)[0]), rows, context=context)
         self.stored: list[list[int]] = [[] for _ in range(rows)]  # ids that each slot holds
 
     def drafts(self, row: int, text: list[int], k: int) -> list[int]:
-        """Return k likeliest tokens after the text of a row, fewer near the end of the model's context."""
+        """Return k drafted ids after a row's text, each the likeliest token; fewer near the end of the model's context.
+        row: index of the row. text: its ids."""
         at, fed = min(common_prefix(self.stored[row], text), len(text) - 1), list(text)
         drafted: list[int] = []
         for _ in range(min(k, self.lm.context - len(text))):

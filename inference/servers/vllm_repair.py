@@ -6,8 +6,8 @@ from typing import Any
 
 
 def repair() -> None:
-    """Replace a function of vLLM on a CPU. The original writes per-token sampling settings into a copy and discards the
-    copy, so verification reads uninitialised memory. On a GPU nothing is replaced."""
+    """On a CPU, replace a function of vLLM. The original writes each token's sampling settings into a copy and discards
+    the copy, so verification reads uninitialised memory. On a GPU nothing is replaced."""
     import torch
     from vllm.v1.sample import rejection_sampler
 

@@ -1,8 +1,8 @@
 """vLLM's own server, patched for a CPU. Run `PYTHON vllm_serve.py --model TARGET --port 8000 ...` instead of `vllm
 serve`.
 
-It runs inside a vLLM installation and imports nothing of this project. The processes that the server starts run this
-module first, under another name, so that they are patched too.
+It runs inside a vLLM installation, and imports only `vllm_repair` of this project. The processes that the server starts
+run this module first, under another name, so they are patched too.
 """
 
 import sys

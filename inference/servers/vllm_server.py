@@ -1,5 +1,5 @@
-"""A vLLM installation as an arm of a timing: a separate process, with vLLM's Python interpreter, that answers one
-request at a time."""
+"""A vLLM installation as an arm of a timing. A separate process, with vLLM's Python interpreter, answers one request at
+a time."""
 
 import time
 from collections.abc import Sequence
@@ -17,12 +17,12 @@ SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still 
 
 
 class Server(Worker):
-    """A process that runs vLLM, see `vllm_worker` for its settings and requests.
+    """A process that runs vLLM. Its settings and requests are described in `vllm_worker`.
 
-    python: the interpreter of the environment with vLLM. target: folder of the target. speculative: vLLM's
-    speculative_config, None for plain decoding. rows: the largest number of requests at once. context: the largest
-    number of tokens per request. log, pauses: as in `Worker`. Raises RuntimeError, with the last lines of vLLM's log,
-    if vLLM does not start or ends early.
+    python: path of the Python interpreter of the environment with vLLM. target: folder of the target. speculative:
+    vLLM's speculative_config, None for plain decoding. rows: the largest number of requests at once. context: the
+    largest number of tokens per request. log, pauses: as in `Worker`. dtype: of weights and passes. Raises
+    RuntimeError, with the last lines of vLLM's log, if vLLM does not start or ends early.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Server(Worker):
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
-        """Return the answer of `vllm_worker` to a request with these prompts (lists of ids)."""
+        """Return the answer of `vllm_worker` to a request. prompts: lists of token ids."""
         return self.ask(prompts=list(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
 def draft_model(
     folder: str, k: int, objective: str = "sampled", method: str = "draft_model", parallel: bool = False
 ) -> dict[str, Any]:
-    """Return vLLM's speculative_config for a draft that is a causal LM, or for another `method` of vLLM. k: drafts per
-    round. objective: "sampled" to draw drafts, "greedy" for the likeliest tokens, which is vLLM's default. parallel:
-    whether to draft all tokens in one pass, at the mask token of the draft's config.json."""
+    """Return vLLM's speculative_config for a draft folder. method: vLLM's name for the kind of draft; "draft_model" is
+    a causal LM. k: drafts per round. objective: "sampled" to draw drafts, "greedy" (vLLM's default) for the likeliest
+    tokens. parallel: whether to draft all tokens in one pass, at the mask token of the draft's config.json."""
     sample = "probabilistic" if objective == "sampled" else "greedy"
     config = {"method": method, "model": folder, "num_speculative_tokens": k, "draft_sample_method": sample}
     return config | ({"parallel_drafting": True} if parallel else {})
@@ -64,8 +64,8 @@ def custom_class(k: int) -> dict[str, Any]:
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
-    """Return an arm that runs on a server. Seconds are measured inside vLLM, without the transfer. Raises ValueError
-    for sampling settings other than the temperature."""
+    """Return an arm that decodes with a vLLM server. Seconds are measured inside the server's process, without the
+    transfer. Raises ValueError for sampling settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:

@@ -3,9 +3,10 @@ line and writes one answer per line.
 
 SETTINGS (JSON): target, a folder; speculative, vLLM's speculative_config or null; rows, the largest number of requests
 at once; context, the largest number of tokens per request; dtype, of weights and passes, bfloat16 if not given. A
-request: {"prompts": lists of ids, "max_new_tokens", "temperature", "seed"}; its answer: {"tokens": lists of ids,
-"seconds", "drafts", "accepted", "by_depth"}, the last with the number of rounds that accepted drafts 0 to d. The first
-line of the output is {"version": ...}. The module imports nothing of this project, because vLLM lives in its own
+request has the keys prompts (lists of ids), max_new_tokens, temperature and seed. Its answer has the keys tokens (lists
+of new ids), seconds (of vLLM's generate), drafts (number of rounds that drafted), accepted (number of accepted drafts)
+and by_depth (for each depth d, 0-based, the number of rounds that accepted drafts 0 to d). The first line of the output
+is {"version": vLLM's version}. The module imports only `vllm_repair` of this project, because vLLM has its own
 environment.
 """
 
@@ -26,8 +27,8 @@ if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's
 
 
 def counters(llm: Any) -> list[int]:
-    """Return three counts since the engine started, in one list: rounds that drafted, drafts accepted, and drafts
-    accepted at each depth."""
+    """Return counts since the engine started, in one list: the number of rounds that drafted, the number of accepted
+    drafts, then the number of drafts accepted at each depth."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     by_depth = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")

@@ -1,4 +1,5 @@
-"""A program in a separate process, which answers one request at a time: a line of JSON in, a line of JSON out."""
+"""A program in a separate process. It answers one request at a time: it reads a line of JSON and writes a line of
+JSON."""
 
 import json
 import signal
@@ -11,13 +12,13 @@ from typing import Any, Self
 
 
 class Worker:
-    """A process that runs `command` with its settings as the last argument, in JSON. Its first line of output has its
-    `version`.
+    """A process that runs `command`, with its settings as the last argument, in JSON. Its first line of output is a
+    JSON object with its `version`.
 
-    name: the program, for messages. log: the file that gets its standard error. pauses: whether to stop the process
-    between requests, so that its idle threads do not spin on the cores while something else is timed; the process must
-    then have no children. Raises RuntimeError, with the last lines of the log, if the process does not start or ends
-    early.
+    name: the program's name, for messages. log: the file that gets the process's standard error. pauses: whether to
+    stop the process between requests, so that its idle threads do not use the cores while something else is timed; the
+    process must then have no children. Raises RuntimeError, with the last lines of the log, if the process does not
+    start or ends early.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class Worker:
 
     @contextmanager
     def _running(self) -> Iterator[None]:
-        """Let a process that pauses run within the block."""
+        """Within the `with` block, let the process run if it pauses between requests."""
         if not self.pauses:
             yield
             return
@@ -63,7 +64,7 @@ class Worker:
         if not line:
             self.process.wait()
             tail = self.log.read_text(errors="replace").splitlines()[-8:]
-            raise RuntimeError(f"{self.name} has ended; the last lines of its log: " + "\n".join(tail))
+            raise RuntimeError(f"{self.name} has ended; see {self.log}, whose last lines are: " + "\n".join(tail))
         answer: dict[str, Any] = json.loads(line)
         return answer
 

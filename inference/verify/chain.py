@@ -1,13 +1,14 @@
-"""Verification rules for chains, as pure functions. From distributions, drafts and uniforms they compute the number of
-accepted drafts and the distribution of the token after these.
+"""Verification rules for chains, as pure functions. From distributions, drafts and random numbers they compute the
+number of accepted drafts, and the distribution of the token after them.
 
 B rows, K the largest number of drafts, V vocabulary. p (B, K+1, V): target distributions. q (B, K, V): draft
-distributions. Both are after `sampling.probs`. x (B, K): drafted ids. u: uniforms in [0, 1). k (B,): drafts per row, K
-if None.
+distributions. Both are after `sampling.probs`. x (B, K): drafted ids. u: uniforms in [0, 1). k (B,): number of drafts
+per row; None means K for every row.
 
-p[b, k_b] is row b's bonus distribution. Entries past k_b are not read and may be NaN. Draft i (1-based) is tested with
-u[:, i-1] and passes if u < threshold, strictly, so a token with p = 0 is rejected even at u = 0. The round emits x[:,
-:accepted], then one token drawn from `probs`. Results have the inputs' dtype, float32 at least.
+p[b, k[b]] is row b's bonus distribution, used if all its drafts are accepted. Entries past k[b] are not read and may be
+NaN. Draft i (1-based) is tested with u[:, i-1] and passes if u < threshold, strictly, so a token with p = 0 is rejected
+even at u = 0. The round emits x[:, :accepted], then one token drawn from `probs`. Results have the inputs' dtype, or
+float32 if that is wider.
 """
 
 from typing import NamedTuple
@@ -19,17 +20,17 @@ from inference.sampling import draw, one_hot, wide
 
 
 class Verification(NamedTuple):
-    """The result of a rule. accepted (B,): number of drafts accepted, int64. probs (B, V): distribution of the token
-    that is emitted after them, summing to 1."""
+    """The result of a rule. accepted (B,): number of accepted drafts, int64. probs (B, V): distribution of the token
+    that is emitted after them."""
 
     accepted: Tensor
     probs: Tensor
 
 
 def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
-    """Verify a chain: accept x_i if u_i < p(x_i)/q(x_i), and stop at the first rejection. Then the token is emitted
-    from norm(max(p - q, 0)), or from p after k acceptances (Leviathan et al. 2023, 2211.17192; Chen et al. 2023,
-    2302.01318).
+    """Verify a chain: accept x_i if u_i < p(x_i)/q(x_i), and stop at the first rejection. The next token is drawn from
+    norm(max(p - q, 0)) at the rejected draft, or from p if all k drafts are accepted (Leviathan et al. 2023,
+    2211.17192; Chen et al. 2023, 2302.01318).
 
     p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,): see the module. If the residual has no mass, the next token
     is drawn from p itself.
@@ -44,8 +45,9 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     `token`.
 
     w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0); h_i = R_i / (R_i + 1
-    - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept up to the last i with u_i < h_i (0 if there is none). Then emit
-    from norm(max(w_i p - q, 0)) there, or from p after all k. Shapes and edge cases as in `token`.
+    - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept the first i drafts, with i the last index for which u_i < h_i, or 0
+    if there is none. Draw the next token from norm(max(w_i p - q, 0)) after draft i, or from p if i = k. Shapes and
+    edge cases as in `token`.
     """
     k, drafted = _drafted(x, k)
     w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
@@ -57,9 +59,9 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
 def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verification:
     """Verify a chain by sampling from the target: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i.
-    The distribution is the one-hot of y at the rejection, or of the bonus draw after k acceptances.
+    The resulting distribution is one-hot: y at the first rejection, or the bonus draw if all k drafts are accepted.
 
-    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). With u (B, K) the bonus is not drawn, and its distribution is p.
+    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). If u is (B, K), the bonus is not drawn, and its distribution is p.
     """
     y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
     k, drafted = _drafted(x, k)
@@ -74,8 +76,8 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
 
 def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verification:
     """Verify a chain by the target's own draws with Gumbel noise: y_i = argmax(log p_i + g_i); accept while y_i = x_i.
-    The distribution is the one-hot of the next y. The text is therefore that of plain decoding with this noise,
-    whatever the drafts. Drafts x_i = argmax(log q_i + g_i) are accepted most often.
+    The resulting distribution is one-hot at the next y. The text therefore equals the text of plain decoding with this
+    noise, whatever was drafted. Drafts x_i = argmax(log q_i + g_i) are accepted most often.
 
     p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
     """
@@ -86,7 +88,7 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verific
 
 
 def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return k (B,), K if None, and which of the K columns have a draft (B, K)."""
+    """Return k (B,), with K for None, and a bool tensor (B, K): whether each column has a draft."""
     B, K = x.shape
     k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
     return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
@@ -103,15 +105,15 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
-    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0. drafted (B, K): which entries have a draft; the others have no
-    meaning."""
+    """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0. drafted (B, K): whether an entry has a draft; other entries of
+    the result have no meaning."""
     at = torch.where(drafted, x, 0).unsqueeze(-1)
     px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
     return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
 
 
 def _weights(ratios: Tensor) -> Tensor:
-    """Return the weights w_0 .. w_K (B, K+1) of `block`, for ratios (B, K)."""
+    """Return the weights w_0 to w_K (B, K+1) of `block`. ratios (B, K): p(x_i)/q(x_i)."""
     w = [torch.ones_like(ratios[:, :1])]
     for ratio in ratios.split(1, dim=1):
         w.append(torch.where(w[-1] > 0, (w[-1] * ratio).clamp(max=1), 0.0))
@@ -119,24 +121,24 @@ def _weights(ratios: Tensor) -> Tensor:
 
 
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """Return max(w p - q, 0) (..., V), for p, q (..., V) and w (...)."""
+    """Return max(w p - q, 0) (..., V). p, q (..., V). w (...)."""
     return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """Return h = R / (R + 1 - w) (...) with R = sum max(w p - q, 0), for p, q (..., V) and w (...)."""
+    """Return h = R / (R + 1 - w) (...) with R = sum max(w p - q, 0). p, q (..., V). w (...)."""
     return continued(_excess(p, q, w).sum(-1), w)
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:
-    """Return R / (R + 1 - w) with 0/0 = 1. mass: the residual mass R, in the shape of w. 1 - w is computed first: for
-    peaked distributions R is so small that R + 1 would lose its digits."""
+    """Return R / (R + 1 - w) (...) with 0/0 = 1. mass (...): the residual mass R. w (...): the weights. 1 - w is
+    computed first: for peaked distributions R is so small that R + 1 would lose R's digits."""
     return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """Return norm(max(w_n p_n - q_n, 0)) (B, V), with w = 1 if None; or p_n if n = k or if no mass is left. n (B,):
-    number of accepted drafts."""
+    """Return norm(max(w_n p_n - q_n, 0)) (B, V). Return p_n instead if n = k, or if no mass is left. n (B,): number of
+    accepted drafts. k (B,): number of drafts. w (B, K+1): weights, None for 1."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

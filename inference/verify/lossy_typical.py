@@ -1,4 +1,4 @@
-"""A rule that changes the text's distribution, `verify="lossy_typical"`. Reports about it say "exactness: no"."""
+"""The rule `verify="lossy_typical"`. It changes the text's distribution, and reports about it say "exactness: no"."""
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ def lossy_typical(
     """Verify a tree by the typical acceptance of Medusa (Cai et al. 2024, 2401.10774). It is NOT exact: its texts do
     not have the target's distribution.
 
-    A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, with H the entropy in nats. The path ends at
-    the deepest node (the first of equals) that passes with all its ancestors. The next token has the distribution p
-    after that node. No draft distribution and no random number is read. Shapes as in `tree`.
+    A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, with H the entropy in nats. The accepted path
+    ends at the deepest node that passes with all its ancestors; of equally deep nodes, at the first. The next token has
+    the distribution p after this node. No draft distribution and no random number is used. Shapes as in `tree`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)

@@ -1,16 +1,18 @@
-"""The exact number of target calls expected for a text with chains of drafts, from two log-probabilities per token.
+"""The exact expected number of target calls for a text with chains of drafts, from two log-probabilities per token.
 
 Given the emitted text, only acceptance is random. A round that starts at token t accepts n drafts with a probability
-that depends on (text, t) alone. The starts of rounds therefore form a Markov chain on positions, and one recursion
+that depends only on the text and t. The starts of rounds therefore form a Markov chain on positions, and one recursion
 gives the mean and the variance of their number (formula in each docstring).
 
 B rows, T positions, k drafts per round, K their maximum, L tokens of a row's text. r (B,T): probability min(1, q/p)
-that the text's token t is accepted. r (B,T,K): entry j is the same for token t as draft j (0-based) of the round that
-starts at t - j; entries with j > t are never read. l, same shapes: log q - log p of the text's token. lengths (B,):
-tokens of each text, T if None; tokens past a row's length are never read.
+that the text's token t is accepted. r (B,T,K) if it depends on the depth: entry (t, j) is this probability for token t
+as draft j (0-based) of the round that starts at t - j; entries with j > t are never read. l, in the shapes of r: log q
+- log p of the text's token. k: drafts of a round, an int, (B,), or (B,T) for the round that starts at t. lengths (B,):
+number of tokens of each text, T if None; later tokens are never read.
 
-Rules differ only in `reach` (B,T,K+1), see `rules`. Calls, their variance, tau and acceptance by depth follow from it
-(`calls_from`, `variance_from`, `tau_from`, `depths_from`).
+Rules differ only in the reach (B,T,K+1): P(a round that starts at token t accepts at least n drafts), n = 0 to K. See
+`rules`. Calls, their variance, tau and acceptance by depth follow from the reach (`calls_from`, `variance_from`,
+`tau_from`, `depths_from`).
 """
 
 import torch
@@ -21,15 +23,16 @@ from inference.sampling import wide
 
 
 def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """Return l = log q(x) - log p(x) of text tokens x, in the shape of logq_x. It is -inf if q(x) = 0, even if p(x) = 0
-    as well."""
+    """Return l = log q(x) - log p(x) of text tokens x, in the shape of logq_x; -inf if q(x) = 0, even if p(x) = 0 too.
+    logq_x (B,T), or (B,T,K) by depth. logp_x (B,T), or (B,T,1) if logq_x is by depth."""
     never = logq_x == -torch.inf
     difference = wide(logq_x).masked_fill(never, 0) - wide(logp_x).masked_fill(never, 0)
     return difference.masked_fill(never, -torch.inf)
 
 
 def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
-    """Return r = min(1, q(x) / p(x)) of text tokens x, in the shape of logq_x; 0 if q(x) = 0. It is differentiable.
+    """Return r = min(1, q(x) / p(x)) of text tokens x, in the shape of logq_x; 0 if q(x) = 0. Arguments as in `l_from`.
+    The result is differentiable.
 
     r is the probability that the emitted token x was an accepted draft under the token rule: q(x) min(1, p(x)/q(x)) /
     p(x) (Leviathan et al. 2023, arXiv 2211.17192).
@@ -38,29 +41,27 @@ def r_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
 
 
 def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(a round that starts at t accepts at least n drafts) under the token rule -> (B,T,K+1).
+    """Return the reach (B,T,K+1) under the token rule (see the module).
 
-    It is prod_{j<n} r[t+j, j], n = 0..K; 0 past the round's own k and past the text's last token. k: drafts of a round,
-    an int, or an integer tensor (B,) or (B,T) (of the round that starts at t). Raises ValueError if r has fewer depths
-    than k or lengths exceed T.
+    It is prod_{j<n} r[t+j, j], n = 0 to K; 0 past the round's own k and past the text's last token. Raises ValueError
+    if r has fewer depths than k, or if lengths exceed T.
     """
     products = torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1)
     return _within(F.pad(products, (1, 0), value=1.0), k)
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(a round that starts at t accepts at least n drafts) under block verification (Sun et al. 2024, arXiv
-    2403.10444) -> (B,T,K+1).
+    """Return the reach (B,T,K+1) under block verification (Sun et al. 2024, arXiv 2403.10444).
 
-    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]), the empty sum being 0. l = log q - log p, -inf allowed. k and
-    errors as in `reach`.
+    It is min_{0<=j<=n} exp(l[t,0] + .. + l[t+j-1, j-1]); the empty sum is 0. l may be -inf. Other arguments and errors
+    as in `reach`.
     """
     sums = torch.cumsum(_aligned(l, k, lengths, fill=-torch.inf), -1)
     return _within(torch.cummin(F.pad(sums, (1, 0)), -1).values.exp(), k)
 
 
 def round_starts(reach: Tensor) -> Tensor:
-    """Return the probability that a round starts at t -> (B,T). reach (B,T,K+1): see the function `reach`.
+    """Return the probabilities (B,T) that a round starts at each token. reach (B,T,K+1): see the module.
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
     """
@@ -74,49 +75,49 @@ def round_starts(reach: Tensor) -> Tensor:
 
 
 def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text -> (B,): sum over t < L of P(round at t). reach (B,T,K+1): see the
-    function `reach`."""
+    """Return the expected target calls (B,) of each text: the sum over t < L of P(a round starts at t). reach
+    (B,T,K+1): see the module."""
     return _count(round_starts(reach), lengths)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the variance of the target calls of each text, over acceptance alone -> (B,). reach (B,T,K+1): see the
-    function `reach`."""
+    """Return the variance (B,) of the target calls of each text, given the text. reach (B,T,K+1): see the module."""
     return _moments(reach, lengths)[1]
 
 
 def tau_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return tokens per target call, sum(lengths) / sum(expected calls), a scalar. reach (B,T,K+1): see the function
-    `reach`."""
+    """Return tokens per target call, sum(lengths) / sum(expected calls), as a scalar tensor. reach (B,T,K+1): see the
+    module."""
     return _lengths(reach, lengths).sum() / calls_from(reach, lengths).sum()
 
 
 def expected_calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected target calls of each text under the token rule -> (B,): sum over t < L of P(round at t).
+    """Return the expected target calls (B,) of each text under the token rule: the sum over t < L of P(a round starts
+    at t).
 
-    lengths (B,): tokens of each text, T if None. k = 0 gives lengths. The result is differentiable in r.
+    Arguments as in `reach`. For k = 0 the result is lengths. It is differentiable in r.
     """
     return calls_from(reach(r, k, lengths), lengths)
 
 
 def expected_calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `expected_calls` (B,) under block verification, from l = log q - log p of the text's tokens."""
+    """Return the expected target calls (B,) of each text under block verification. Arguments as in `reach_block`."""
     return calls_from(reach_block(l, k, lengths), lengths)
 
 
 def tau(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return tokens per target call under the token rule, the token after the accepted ones included: sum(lengths) /
-    sum(expected calls), a scalar."""
+    """Return tokens per target call under the token rule, sum(lengths) / sum(expected calls), as a scalar tensor. The
+    tokens after the accepted drafts count too. Arguments as in `reach`."""
     return tau_from(reach(r, k, lengths), lengths)
 
 
 def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return P(accept drafts 1..i) (K,), and P(accept draft i given that all before it were accepted) (K,), over the
-    expected rounds. reach (B,T,K+1): see the function `reach`.
+    expected rounds. reach (B,T,K+1): see the module. i is 1-based.
 
-    Rounds are weighted by the probability of their start: sum_t s_t reach_i / sum_t s_t over the rounds that draft
-    depth i inside the text. The first result is NaN at a depth that no round drafts. The second is NaN at a depth that
-    no round tries.
+    Rounds are weighted by the probability s_t of their start: sum_t s_t reach_i / sum_t s_t, over the rounds that have
+    draft i inside the text. The first result is NaN at a depth that no round drafts, the second at a depth that no
+    round tries.
     """
     depths = torch.arange(1, reach.shape[-1], device=reach.device)
     ends = torch.arange(reach.shape[1], device=reach.device)[:, None] + depths  # (T,K) tokens up to draft i
@@ -127,8 +128,8 @@ def depths_from(reach: Tensor, k: int | Tensor, lengths: Tensor | None = None) -
 
 
 def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return P(a round accepts exactly n drafts), n = 0..K, over the expected rounds -> (K+1,). reach (B,T,K+1): see
-    the function `reach`."""
+    """Return the distribution (K+1,) of the number of drafts that a round accepts, over the expected rounds. reach
+    (B,T,K+1): see the module."""
     s = round_starts(reach)
     inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
     weights = (s * inside)[..., None]
@@ -136,8 +137,8 @@ def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean and the variance (B,) of the number of rounds from t = 0 to the end of the text, computed
-    backwards.
+    """Return the mean (B,) and the variance (B,) of the number of rounds that each text needs. They are computed
+    backwards from the text's end.
 
     E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2). This form of the total
     variance is never negative; E[C^2] - E[C]^2 would cancel.
@@ -154,7 +155,7 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _jumps(reach: Tensor) -> Tensor:
-    """Return P(a round accepts exactly n drafts) = reach_n - reach_{n+1} -> (B,T,K+1). The next round starts n + 1
+    """Return P(a round accepts exactly n drafts) = reach_n - reach_{n+1}, (B,T,K+1). The next round then starts n + 1
     tokens later."""
     return reach - F.pad(reach[..., 1:], (0, 1))
 
@@ -174,16 +175,16 @@ def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
 
 
 def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
-    """Return the values with those of depths beyond the round's k set to zero. Depths are on the last axis, numbered
-    from `first`."""
+    """Return the values (B,T,n) with zero at depths beyond the round's k. Depths are on the last axis, numbered from
+    `first`. k: as in the module."""
     limit = torch.as_tensor(k, device=values.device)
     limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
     return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
 
 
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
-    """Return values (B,T,K): entry (b, t, j) is r of token t+j at depth j, for the round that starts at t; `fill` past
-    a text's end."""
+    """Return values (B,T,K) by round: entry (b, t, j) is r of token t+j at depth j, for the round that starts at t.
+    Past a text's end it is `fill`. r, k: as in the module."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
         raise ValueError(f"r and l must be (B,T), or (B,T,K) with K >= k = {depths}, not {tuple(r.shape)}")

@@ -1,17 +1,19 @@
-"""The number of target calls expected for a text with trees of drafts, for every shape, from distributions and ranks.
+"""The expected number of target calls for a text with trees of drafts, for trees of any shape, from distributions and
+ranks.
 
 Given the emitted text, a round follows the text for as long as it accepts. At a node whose path is the text so far, the
-text's next token is accepted as child number c. The probability depends on the distributions at that node alone
-(`by_rank`, `by_draw`). Under `tree.tree`, one table of these probabilities therefore gives `reach_tree` of every shape;
-calls and their variance follow as for chains (`predict_chain`). Under `tree.traversal` the probability of a node
-depends on its path of child numbers (`reach_traversal`). The last functions predict a single round from the
-distributions of its levels, for texts whose distributions are computed round by round.
+text's next token is accepted as child number c with some probability. Under `tree.tree` this probability depends only
+on the distributions at this node (`by_rank`, `by_draw`), so one table of such probabilities gives `reach_tree` for
+every tree; calls and their variance follow as for chains (`predict_chain`). Under `tree.traversal` a node's probability
+depends on its path of child numbers (`reach_traversal`). The last functions predict single rounds from the
+distributions at each level, for texts whose distributions are computed round by round.
 
-B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c,
-0-based | the text, and the children of its node are tried). accept (B, T, K, C): entry j is the same for token t as
-draft j (0-based) of the round that starts at t - j. Entries with j > t and tokens past a row's length are never read.
-lengths (B,): tokens of each text, T if None. parents: as in `tree`, the same for all rounds. k: nodes in use in the
-round that starts at t: an int, (B,) or (B, T); None for all.
+B rows, T positions, C children, D levels, V vocabulary. accept (B, T, C): P(the text's token t is accepted as child c
+(0-based) | the text, and the children of its parent are tried). accept (B, T, K, C) if this depends on the depth: entry
+(t, j) is for token t as draft j (0-based) of the round that starts at t - j; entries with j > t are never read. Nor are
+tokens past a row's length. lengths (B,): number of tokens of each text, T if None. parents: as in `tree`, the same for
+all rounds. k: number of nodes in use in the round that starts at t: an int, (B,) or (B, T); None for all. The reach (B,
+T, D+1) is P(a round that starts at token t accepts at least n nodes | the text), n = 0 to D.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,8 +33,8 @@ SAMPLES = 8  # how often the rejected children are drawn
 
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
-    """Return the number (...) int64 of tokens likelier than x (...), which is 0 for the likeliest. probs (..., V):
-    distributions or logits.
+    """Return, for each token x (...), how many tokens are likelier, (...) int64; 0 for the likeliest token. probs (...,
+    V): distributions or logits.
 
     Of equally likely tokens the lower id comes first, as in `tree.likeliest`.
     """
@@ -42,23 +44,24 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
 
 
 def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return accept (..., C) for children that are the C likeliest tokens of the draft, in order: 1 for child number
-    `rank`, which is the text's token, and 0 for the others. Such children are not drawn, so nothing here is random.
+    """Return accept (..., C) for children that are the draft's C likeliest tokens, in order: 1 for the child that is
+    the text's token, 0 for the others. Nothing here is random, since such children are not drawn.
 
-    rank (...) int64: of the text's token in the draft's distribution, see `rank_of`. children: C.
+    rank (...) int64: the rank of the text's token in the draft's distribution, see `rank_of`. children: C.
     """
     return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
 
 
 def by_draw(p: Tensor, q: Tensor, x: Tensor, children: int, *, samples: int = SAMPLES, seed: int = 0) -> Tensor:
-    """Return accept (..., C) for children drawn from q. p, q (..., V): distributions of target and draft at the text's
-    tokens x (...). children: C.
+    """Return accept (..., C) for children drawn from q, under `tree.tree`. p, q (..., V): the target's and the draft's
+    distributions of the text's tokens x (...). children: C.
 
     With Z = sum max(q - p, 0), p' = norm(max(p - q, 0)) and q'_y = q without y, renormalised: the first child is
     accepted with probability min(p, q)(x) / p(x), the second with sum_y max(q - p, 0)(y) min(p', q'_y)(x) / p(x).
 
-    From the third child on, results are unbiased estimates. The rejected children are drawn `samples` times,
-    stratified, as a function of seed and position; only the last one is summed over.
+    From the third child on, results are unbiased estimates. For these, the earlier rejected children are drawn
+    `samples` times, stratified, from random numbers keyed by seed and position; only the last rejected child is summed
+    over.
     """
     shape, chunk = x.shape, max(1, CHUNK // p.shape[-1])
     parts = [part.flatten(0, -2).split(chunk) for part in (p.expand(*shape, -1), q.expand(*shape, -1))]
@@ -75,9 +78,9 @@ def by_draw(p: Tensor, q: Tensor, x: Tensor, children: int, *, samples: int = SA
 def reach_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.tree` -> (B, T, D+1).
+    """Return the reach (B, T, D+1) under `tree.tree` (see the module).
 
-    For each node of depth n, the probabilities in `accept` along its path are multiplied; then these products are
+    For each node of depth n, the probabilities in `accept` along its path are multiplied. These products are then
     summed over the nodes of this depth. Raises ValueError if a node has more children, or the tree more levels, than
     `accept`.
     """
@@ -85,14 +88,17 @@ def reach_tree(
     levels, most = max(depths, default=0), max(ranks, default=-1) + 1
     if most > accept.shape[-1] or (accept.ndim == 4 and levels > accept.shape[2]):
         shape = f"(B, T{', K' * (accept.ndim == 4)}, C) = {tuple(accept.shape)}"
-        raise ValueError(f"the tree has {levels} levels and up to {most} children of a node, but accept is {shape}")
+        raise ValueError(
+            f"the tree has {levels} levels and up to {most} children of a node, but accept is {shape}: compute "
+            "accept for as many"
+        )
     whole = accept.new_ones(accept.shape[:2])
     return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
 
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Return the reach (B, T, D+1) of rounds. tables: (B, T, C) for each level, P(the round's next token is accepted as
-    child c). whole (B, T): ones."""
+    """Return the reach (B, T, D+1). tables: for each level (B, T, C), P(the text's token at this level is accepted as
+    child c), by the round's start t. whole (B, T): ones. k: as in the module."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -104,7 +110,7 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
-    """Return accept (B, T, C) of token t + level, for the round that starts at t; 0 past the text's end."""
+    """Return, by the round's start t, accept (B, T, C) of token t + level; 0 past the text's end. level: 0-based."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
         inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
@@ -114,14 +120,15 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
 
 
 def has_node(node: int, k: int | Tensor, like: Tensor) -> Tensor:
-    """Return whether each round has this node, (), (B, 1) or (B, T), in the dtype of `like`."""
+    """Return 1 for rounds that have this node, else 0: (), (B, 1) or (B, T), in the dtype of `like`. k: as in the
+    module."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
 
 def _accepted(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list[Tensor]:
-    """Return P(the child c is accepted, and it is x), (n,) for each c < C. p, q (n, V), x (n, 1). u (n, S, C-2):
-    uniforms that draw the rejected children."""
+    """Return, for each child c < C, P(child c is accepted and is the token x), (n,). p, q (n, V). x (n, 1). u (n, S,
+    C-2): uniforms that draw the rejected children, S samples each."""
     parts = [torch.minimum(p, q).gather(-1, x).squeeze(-1), _second(p, q, x)][:children]
     totals = [torch.zeros_like(parts[0]) for _ in range(children - 2)]
     for sample in u.unbind(1):
@@ -135,7 +142,8 @@ def _accepted(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list
 
 
 def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)) (n,), see `by_draw`. p, q (n, V), x (n, 1)."""
+    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)), (n,), with p' and q'_y as in `by_draw`. p, q (n, V). x (n,
+    1)."""
     lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
     others = q.sum(-1, keepdim=True) - q
     drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, after y was removed
@@ -143,13 +151,13 @@ def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
 
 
 def normed(rest: Tensor) -> Tensor:
-    """Return rest (n, V) divided by its sum, or 0 if the sum is 0."""
+    """Return rest (n, V) divided by its sum; 0 if the sum is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, 0.0)
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Return uniforms (places, samples, draws). The numbers of one place and one draw are stratified over [0, 1)."""
+    """Return uniforms (places, samples, draws). For one place and one draw, the samples are stratified over [0, 1)."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
@@ -170,9 +178,9 @@ def reach_traversal(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Tensor:
-    """Return P(a round that starts at t accepts at least n nodes | the text) under `tree.traversal`, for children drawn
-    from q -> (B, T, D+1): for each depth the sum of the probabilities of its nodes. Arguments as in
-    `chances_traversal`. Likeliest children are accepted as under `tree.tree`: use `by_rank`."""
+    """Return the reach (B, T, D+1) under `tree.traversal` (see the module), for children drawn from q: at each depth,
+    the sum of its nodes' probabilities. Arguments as in `chances_traversal`. For likeliest children, use `by_rank` and
+    `reach_tree`: they are accepted as under `tree.tree`."""
     chances = chances_traversal(p, q, x, parents, lengths, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
@@ -187,17 +195,17 @@ def chances_traversal(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Tensor:
-    """Return P(a round that starts at t follows the text down to each node | the text) -> (B, T, N), under
-    `tree.traversal` and for children drawn from q. The probability depends on the node's path of child numbers alone,
-    so one table serves every tree within `parents`.
+    """Return P(a round that starts at t follows the text down to each node | the text), (B, T, N), under
+    `tree.traversal` and for children drawn from q. The probability depends only on the node's path of child numbers, so
+    one table serves every tree within `parents`.
 
-    p (B, T, V), q (B, T, V) or (B, T, K, V): distributions of the text's tokens x (B, T), with the axes of accept.
-    samples, seed: as in `by_draw`.
+    p (B, T, V): the target's distributions of the text's tokens x (B, T). q (B, T, V), or (B, T, K, V) by depth like
+    accept: the draft's. samples, seed: as in `by_draw`.
 
-    The children of a node with weight w on the text's path are tried in order. Each rejection has probability sum max(q
-    - w p, 0), and changes w, p and q as the rule does. Child c then gets weight w_c = min(w p(x)/q(x), 1). The result
-    is the mean of w_c prod q(x)/p(x) over the rejected siblings, which are drawn as in `by_draw`. It is exact for first
-    children and unbiased for others.
+    The children of a node with weight w on the text's path are tried in order. Each is rejected with probability sum
+    max(q - w p, 0); a rejection changes w, p and q as in the rule. Child c then gets weight w_c = min(w p(x)/q(x), 1).
+    The result is the mean of w_c prod q(x)/p(x) over draws of the rejected siblings (as in `by_draw`). It is exact for
+    first children and unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -213,8 +221,7 @@ def chances_traversal(
 
 
 def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
-    """Return the reach (B, T, D+1) of rounds that have the first k nodes, from the probabilities `chances` (B, T, N) of
-    a tree's nodes."""
+    """Return the reach (B, T, D+1). chances (B, T, N): the probabilities of a tree's nodes. k: as in the module."""
     depths = depths_of(parents)
     reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
     reach[..., 0] = 1
@@ -225,8 +232,8 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 
 
 def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], u: Tensor) -> Tensor:
-    """Return the result of `chances_traversal` for some rows. distributions: for each level p, q (B, T, V) and ids (B,
-    T, 1). u (B, T, S, draws): uniforms that draw the rejected children."""
+    """Return the result of `chances_traversal`, (B, T, N), for some rows. distributions: for each level p, q (B, T, V)
+    and ids (B, T, 1). u (B, T, S, draws): uniforms that draw the rejected children."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
@@ -245,8 +252,9 @@ def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], 
 
 
 def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
-    """Return p, q (B, T, V) and ids (B, T, 1) of token t + level, for the round that starts at t. Past the
-    end there is no mass."""
+    """Return, by the round's start t, the distributions p and q (B, T, V) and the id (B, T, 1) of token t + level. Past
+    the text's end the distributions are zero. p, q, x: as in `chances_traversal`. inside (B, T): whether the text has
+    token t. level: 0-based."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     within, gone = inside.unsqueeze(-1), min(level, x.shape[1])
     distributions = [torch.where(within, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
@@ -257,8 +265,9 @@ def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Di
 def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (w_c, probability), both (B, T), of the text's token as each of a node's `count` children. w, chance (B,
-    T): those of the node. numbers: uniforms that draw the rejected children."""
+    """Return, for each of a node's `count` children, its weight and its probability if it is the text's token, both (B,
+    T). p, q (B, T, V), x (B, T, 1): see `_at_level`. w, chance (B, T): the node's weight and probability. numbers: one
+    tensor (B, T) of uniforms for each rejected child."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
@@ -275,21 +284,22 @@ def _children(
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, as `reach_tree` defines it. accept (A, D, C): P(the round's next
-    token is accepted as child c), by level. k (A,): nodes in use."""
+    """Return the reach (A, D+1) of one round per row, as in `reach_tree`. accept (A, D, C): for each level, P(the
+    text's token there is accepted as child c). k (A,): number of nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
     return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.tree`. p, q (A, D, V):
-    distributions of target and draft at the next tokens x (A, D), without mass past the text's end. k (A,): nodes in
-    use. seed: for drawing the rejected children, see `by_draw`."""
+    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.tree`. p, q (A, D, V): the
+    target's and the draft's distributions of the text's next tokens x (A, D); zero past the text's end. k (A,): number
+    of nodes in use. seed: for drawing the rejected children, see `by_draw`."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 
 def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """Return the reach (A, D+1) of one round per row under `tree.traversal`, with the arguments of `by_levels`."""
+    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.traversal`. Arguments as in
+    `by_levels`."""
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]

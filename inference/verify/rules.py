@@ -1,6 +1,6 @@
 """Verification rules as objects. The engine, its exactness checks and planners use them.
 
-A rule verifies the drafts of a round (`verify`), and predicts how many of them rounds accept given the emitted text
+A rule verifies the drafts of a round (`verify`), and predicts how many drafts rounds accept, given the emitted text
 (`reach`). The formulas are in `chain`, `tree`, `predict_chain` and `predict_tree`. A new rule is one more entry of
 `RULES`, and its name in `cotrain.config.base`. A rows, N drafts, V vocabulary; B texts, T tokens, K drafts per round.
 """
@@ -31,16 +31,17 @@ class Rule:
     verify(p, q, x, noise, k) -> `Verification`. p (A, N+1, V): target distributions. q (A, N, V): draft distributions,
     None if all drafts were deterministic. x (A, N): drafts. k (A,): drafts per row. noise: Gumbel noise (A, N+1, V) for
     a rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also accepts `tree=`, the shape of the drafts.
-    Then column i + 1 of p is the distribution after node i, and the verification has a `path` of nodes (A, D levels),
-    the accepted ones first.
+    Then column i + 1 of p is the distribution after node i, and the verification has a `path` (A, D), D levels: the
+    accepted nodes, then -1.
 
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the
-    text), or None if acceptance depends on the noise of the text. logp (B, T), logq (B, T) or (B, T, K): log p and log
-    q of the text's tokens, see `predict_chain.reach`.
+    text), or None if acceptance depends on the noise that generated the text. logp (B, T), logq (B, T) or (B, T, K):
+    log p and log q of the text's tokens, see `predict_chain.reach`.
 
     branches(p, q, x, parents, k, seed) -> (A, D+1), for one round per row with a tree of sampled children: entry n is
-    P(the round accepts at least n nodes | the text). x (A, D): the text's next tokens. p, q (A, D, V): the
-    distributions of target and draft at their positions. k (A,): the nodes in use. See `predict_tree.by_levels`.
+    P(the round accepts at least n nodes | the text). x (A, D): the text's next tokens. p, q (A, D, V): the target's and
+    the draft's distributions of these tokens. k (A,): number of nodes in use. See `predict_tree.by_levels`. None if
+    there is no such prediction.
 
     shared: whether drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the
     text's distribution is the target's; if not, reports say so whatever the checks measure.
@@ -108,12 +109,14 @@ def _typical(
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Return the uniforms u as (A, N), with 1 for nodes that have no number because no row drafts them."""
+    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N). Nodes that no row drafts have no number and get
+    1."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
 def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
-    """Return the draft's distributions q (A, N, V), which are one-hot at x if q is None."""
+    """Return the draft's distributions q (A, N, V); if q is None, the one-hot distributions at x (A, N), in the dtype
+    of p (A, N+1, V)."""
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
@@ -126,8 +129,8 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the reach under `match`, where a draft is accepted if it is the target's own draw x, with probability
-    q(x)."""
+    """Return the reach (B, T, K+1) under `match`. A draft is accepted if it is the target's own draw x, so with
+    probability q(x). logq (B, T) or (B, T, K). Other arguments as in `Rule`."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
@@ -136,7 +139,7 @@ def _unknown_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor 
 
 
 def _wide(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return log p (B, T), with a third axis if log q is (B, T, K)."""
+    """Return logp (B, T), or as (B, T, 1) if logq is (B, T, K)."""
     return logp.unsqueeze(-1) if logq.ndim > logp.ndim else logp
 
 
@@ -159,5 +162,5 @@ def rule_of(verify: str | Rule) -> Rule:
     if isinstance(verify, Rule):
         return verify
     if verify not in RULES:
-        raise ValueError(f"verify: there is no rule {verify!r}; there are {', '.join(RULES)}")
+        raise ValueError(f"verify: there is no rule {verify!r}; give one of {', '.join(RULES)}")
     return RULES[verify]

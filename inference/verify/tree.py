@@ -1,18 +1,18 @@
 """Trees of drafts: their shapes, the children of their nodes, and the rules that verify them. All are pure functions.
 
-A or B rows, N nodes, V vocabulary, D levels, n nodes of a level, C or m children of a node. A node is a draft. Its
-parent is node parents[i] < i, or the anchor (a row's last token) if that is -1. Siblings are tried in the order of
-their numbers. A shape is the tuple of its nodes' parents; each of its levels is drafted with one pass (`levels`).
+A or B rows, N nodes, V vocabulary, D levels, n nodes of a level, C or m children of a node. A node is a draft. Node i's
+parent is node parents[i] < i, or the anchor (the text's last token) if parents[i] is -1. Siblings are tried in the
+order of their numbers. A tree's shape is the tuple of its nodes' parents; each level is drafted with one pass
+(`levels`).
 
-Arguments of the rules: p (B, N+1, V): column 0 is the target's distribution after the anchor, column i + 1 the one
-after node i. q (B, N, V): the draft's distribution at node i's parent, the same for all children of that parent; None
+Arguments of the rules: p (B, N+1, V): the target's distributions, after the anchor in column 0 and after node i in
+column i + 1. q (B, N, V): the draft's distribution after node i's parent, equal for all children of this parent; None
 if children are deterministic (the likeliest tokens), with one-hot distributions. x (B, N): drafted ids. u (B, N):
-uniforms in [0, 1); node i passes if u[:, i] < threshold, strictly. k (B,): nodes in use; row b has the first k_b nodes,
-and later ones are not read.
+uniforms in [0, 1); node i passes if u[:, i] < threshold, strictly. k (B,): number of nodes in use; row b has the first
+k[b] nodes, and later ones are not read.
 
-Children of a parent are drawn without replacement. A node that has no mass under q (more
-children than tokens) is never accepted and changes nothing. Results have the inputs' dtype, float32 at least; nothing
-is read on the host.
+Children of a parent are drawn without replacement. A node that has no mass under q (more children than tokens) is never
+accepted and changes nothing. Results have the inputs' dtype, or float32 if that is wider; nothing is read on the host.
 """
 
 import copy
@@ -30,13 +30,13 @@ MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit
 
 
 class Tree:
-    """The shape of a tree of drafts. The parent of node i is node parents[i] < i, or the anchor, a row's last token, if
-    that is -1 (SpecInfer: Miao et al. 2023, 2305.09781).
+    """The shape of a tree of drafts (SpecInfer: Miao et al. 2023, 2305.09781). Node i's parent is node parents[i] < i,
+    or the anchor (the text's last token) if parents[i] is -1.
 
-    parents: N numbers. Columns are those of a pass: 0 is the anchor, i + 1 is node i. shape: the numbers, as a tuple.
-    depths (1, N + 1): 0 for the anchor, 1 for its children. seen (1, N + 1): for each column the columns that it
-    attends to, itself and its ancestors, as bits. Raises ValueError for more than `MOST_NODES` nodes and for a parent
-    that does not come before its child.
+    parents: N numbers. In a pass, column 0 is the anchor and column i + 1 is node i. Attributes: shape, the numbers as
+    a tuple; depths (1, N + 1), for each column its depth, 0 for the anchor; seen (1, N + 1), for each column the
+    columns that it attends to (itself and its ancestors), as bits of an int64. Raises ValueError for more than
+    `MOST_NODES` nodes and for a parent that does not come before its child.
     """
 
     def __init__(self, parents: Sequence[int]) -> None:
@@ -62,17 +62,18 @@ class Tree:
 
     @property
     def ancestors(self) -> Tensor:
-        """Return whether node j is node i or an ancestor of it: (1, N, N) bool, at [_, i, j]."""
+        """Return a bool tensor (1, N, N): entry [_, i, j] is whether node j is node i or an ancestor of node i."""
         columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
         return (self.seen[:, 1:, None] >> columns & 1).bool()
 
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
-    """Return the draft lengths (A,) of a chain, or of a `tree`, cut before the first draft that lacks a distribution:
-    the one it was drawn from, or the target's at its parent.
+    """Return the draft lengths (A,) of a chain or a `tree`, cut before the first draft that lacks a distribution: the
+    draft's, or the target's before this draft.
 
-    The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V): target. q
-    (A, N, V): draft, None if drafts are deterministic. k (A,): drafts per row.
+    The cut depends only on the drafts before it, so the text's distribution does not change. p (A, N+1, V): the
+    target's distributions. q (A, N, V): the draft's, None if drafts are deterministic. k (A,): number of drafts per
+    row.
     """
     missing = is_missing(p)
     if tree is None:
@@ -85,8 +86,9 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return depths and seen (A, N + 1), see `Tree`, for parents (A, N). The method is doubling: each step adds the
-    bits of a column's highest known ancestor to the column's bits, so the distance to that ancestor doubles."""
+    """Return depths and seen, both (A, N + 1), see `Tree`. parents (A, N). The method is doubling: each step adds the
+    bits of a column's highest known ancestor to the column's bits, so the distance to the highest known ancestor
+    doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -116,8 +118,8 @@ def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 class TreeLevel(NamedTuple):
     """The nodes of one depth. nodes: their numbers. above: for each node, the index of its parent in the level above (0
-    for the anchor). rank: for each node, how many siblings come before it. If the level above has children (A, n, m),
-    the ids of these nodes are [:, above, rank]."""
+    for the anchor). rank: for each node, how many siblings come before it. If the nodes of the level above have
+    children with the ids (A, n, m), this level's ids are [:, above, rank]."""
 
     nodes: tuple[int, ...]
     above: tuple[int, ...]
@@ -130,7 +132,7 @@ def chain(n: int) -> tuple[int, ...]:
 
 
 def full(widths: Sequence[int]) -> tuple[int, ...]:
-    """Return the tree in which every node of depth d has widths[d] children. The anchor has depth 0."""
+    """Return the parents of the tree in which every node of depth d has widths[d] children. The anchor has depth 0."""
     parents: list[int] = []
     above = [-1]
     for width in widths:
@@ -141,8 +143,8 @@ def full(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return the tree whose nodes have these paths of child numbers, in the form of Medusa's `choices`, e.g. (0,),
-    (1,), (0, 0).
+    """Return the parents of the tree whose nodes have these paths of child numbers (0-based, like Medusa's `choices`),
+    for example (0,), (1,), (0, 0).
 
     Ancestors of a path and its earlier siblings become nodes too. Nodes are numbered level by level.
     """
@@ -154,7 +156,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return, for each node, the child numbers from the anchor down to it: the argument of `from_paths`."""
+    """Return, for each node, the child numbers on the path from the anchor down to it. This is the inverse of
+    `from_paths`."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -162,7 +165,7 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Return the nodes of each depth, from depth 1 on. A draft runs one pass per level."""
+    """Return the nodes of each depth, from depth 1 on. A draft model runs one pass per level."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
@@ -174,19 +177,20 @@ def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
 
 
 def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
-    """Return m children of each node, ids (A, n, m), drawn without replacement, in the order in which they would be
-    drawn one by one.
+    """Return the ids (A, n, m) of m children of each node, drawn without replacement, in the order of drawing them one
+    by one.
 
-    probs (A, n, V): distributions q. g (A, n, V): Gumbel noise, see `noise.states_at`. The children are the m
-    largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
+    probs (A, n, V): the draft's distributions q. g (A, n, V): Gumbel noise, see `noise.states_at`. The children are the
+    m largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
     children have none, and the rules for trees never accept them.
     """
     return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
 
 
 def likeliest(probs: Tensor, m: int) -> Tensor:
-    """Return the m likeliest tokens (..., m) of each distribution, or of logits, (..., V), the likeliest first. Equally
-    likely tokens are in the order of their ids. These are the tokens with `predict_tree.rank_of` 0 .. m - 1."""
+    """Return the ids (..., m) of the m likeliest tokens, the likeliest first. probs (..., V): distributions or logits.
+    Equally likely tokens are in the order of their ids. These tokens have the ranks 0 to m - 1 of
+    `predict_tree.rank_of`."""
     left, ids = wide(probs).clone(), []
     for _ in range(m):
         ids.append(left.argmax(-1, keepdim=True))
@@ -195,9 +199,8 @@ def likeliest(probs: Tensor, m: int) -> Tensor:
 
 
 class TreeVerification(NamedTuple):
-    """The result of a rule for trees. accepted (B,): number of nodes accepted, int64. path (B, D): their numbers from
-    the anchor down, int64, -1 past the last. probs (B, V): distribution of the token that is emitted after them,
-    summing to 1."""
+    """The result of a rule for trees. accepted (B,): number of accepted nodes, int64. path (B, D): their numbers from
+    the anchor down, then -1, int64. probs (B, V): distribution of the token that is emitted after them."""
 
     accepted: Tensor
     path: Tensor
@@ -206,8 +209,8 @@ class TreeVerification(NamedTuple):
 
 class Steps(NamedTuple):
     """The order in which nodes are tested. parents (1, N): parent of each node. nodes: for each step, the nodes that
-    are tested together; no two have the same parent, and none comes before its parent or earlier siblings. first: for
-    each step, whether all its nodes are first children. depth: number of levels."""
+    are tested together; no two of them have the same parent. An earlier sibling is always in an earlier step. first:
+    for each step, whether all its nodes are first children. depth: number of levels."""
 
     parents: Tensor
     nodes: tuple[Tensor, ...]
@@ -221,10 +224,10 @@ def tree(
     """Verify a tree in several rounds, from the anchor down (Miao et al. 2024, 2305.09781; Chen et al. 2024,
     2402.12374).
 
-    At a node with distributions p and q its children are tried in order: child x is accepted if u < p(x) / q(x). A
-    rejection makes p = norm(max(p - q, 0)), removes x from q and renormalises q. The token emitted at the end has the p
-    of the last accepted node after its children's rejections. On a chain this is `chain.token`. Arguments: see the
-    module.
+    At a node with distributions p and q, the children are tried in order: child x is accepted if u < p(x) / q(x). A
+    rejection changes p to norm(max(p - q, 0)), removes x from q and renormalises q. The token after the path is drawn
+    from the last accepted node's p, as changed by its children's rejections. On a chain this is `chain.token`.
+    Arguments: see the module.
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=False)
@@ -236,13 +239,14 @@ def traversal(
 ) -> TreeVerification:
     """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398). Arguments: see the module.
 
-    In expectation this emits at least as many tokens as `tree` if each sibling's subtree contains the shapes of its
-    later siblings' subtrees, as in grown shapes. If a later sibling is deeper, it may emit fewer, since earlier
-    siblings reduce the acceptance of later ones.
+    In expectation this emits at least as many tokens as `tree` if the subtree of each sibling contains the subtrees of
+    its later siblings, as in trees that `cotrain plan` grows. If a later sibling is deeper, it may emit fewer, since
+    earlier siblings reduce the acceptance of later ones.
 
-    visit(node, w): each child x in order is visited with w_c = min(w p(x)/q(x), 1); if its subtree accepts, done; else
-    R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), q as in `tree`. Then the node is
-    accepted if u < w, and the token is drawn from p. visit(anchor, 1). On a chain this is `chain.block`.
+    visit(node, w): visit each child x in order, with w_c = min(w p(x)/q(x), 1). If the child's subtree accepts, stop;
+    else set R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), and q as in `tree`. After the
+    last child, accept the node if u < w, and draw the next token from p. Begin with visit(anchor, 1). On a chain this
+    is `chain.block`.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=True)
@@ -251,11 +255,11 @@ def traversal(
 
 
 def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor | None = None) -> TreeVerification:
-    """Verify a tree by the target's own draws with Gumbel noise: a child is accepted if its token is y = argmax(log p +
-    g) at its parent. The distribution is the one-hot of the first y that is the token of no child. On a chain this is
-    `chain.coupled`: the text is that of plain decoding with this noise.
+    """Verify a tree by the target's own draws with Gumbel noise: a child is accepted if its token equals y = argmax(log
+    p + g) at its parent. The resulting distribution is one-hot at the first y that no child has. On a chain this is
+    `chain.coupled`. The text equals the text of plain decoding with this noise.
 
-    g (B, N+1, V): Gumbel noise of the position after each column, the same for all nodes of one depth. Other arguments:
+    g (B, N+1, V): Gumbel noise for the position after each column, equal for all nodes of one depth. Other arguments:
     see the module.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
@@ -266,8 +270,9 @@ def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor
 def _thresholds(
     p: Tensor, q: Tensor | None, x: Tensor, steps: Steps, there: Tensor, carry: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return the threshold of each node (B, N), and p (B, N+1, V) of each node after its children were rejected. carry:
-    whether weights w go down the tree and change with rejections; else w is 1 at every node."""
+    """Return the threshold of each node (B, N), and each column's p after its children were rejected (B, N+1, V). there
+    (B, N): whether the row has the node. carry: whether weights w are passed down the tree and change with rejections,
+    as in `traversal`; else w is 1 at every node."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -290,8 +295,9 @@ def _thresholds(
 
 
 def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return, for one child x (B, n) of each node, its threshold min(w p(x)/q(x), 1), 0 if p(x) is 0; the residual
-    max(w p - q, 0) after its rejection; and whether q gives x mass. p, q (B, n, V) and w (B, n): those of the nodes."""
+    """Return three tensors for one child x (B, n) of each of n nodes: its threshold min(w p(x)/q(x), 1), or 0 if p(x)
+    is 0, (B, n); the residual max(w p - q, 0) after its rejection, (B, n, V); and whether q gives x mass, (B, n). p, q
+    (B, n, V) and w (B, n): of the nodes."""
     at = x.unsqueeze(-1)
     px = p.gather(-1, at).squeeze(-1)
     if q is None:
@@ -303,8 +309,8 @@ def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tenso
 
 
 def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tensor | None:
-    """Return the distributions (B, n, V) that nodes were drawn from: their parent's, without the siblings `tried` (B,
-    n, V)."""
+    """Return the distributions (B, n, V) that the nodes (n,) were drawn from. q (B, N, V). tried (B, n, V) bool:
+    siblings that were tried before, which are left out; None for none. Return None if q is None."""
     if q is None:
         return None
     probs = wide(q[:, nodes])
@@ -316,14 +322,14 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
 
 
 def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """Return norm(rest) (B, n, V), or p if no mass is left."""
+    """Return rest (B, n, V) divided by its sum, or p (B, n, V) if the sum is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
-    """Return the verification that goes down from the anchor, at each node to the first child that passed. passed (B,
-    N). rest (B, N+1, V): distribution of the token after each column, if the walk ends there."""
+    """Walk down from the anchor, at each node to the first child that passed, and return the verification. passed (B,
+    N). rest (B, N+1, V): distribution of the next token if the walk ends at this column."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
@@ -337,14 +343,15 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
-    """Return whether each row has each of the N nodes (B, N): its first k_b nodes, or all if k is None."""
+    """Return a bool tensor (B, N): whether each row has each node. Row b has its first k[b] nodes, or all if k is
+    None."""
     if k is None:
         return torch.ones_like(x, dtype=torch.bool)
     return torch.arange(x.shape[1], device=x.device) < k.unsqueeze(-1)
 
 
 def subtrees(steps: Steps) -> Tensor:
-    """Return whether node j is node i or a descendant of it: (1, N, N), at [_, i, j]."""
+    """Return a bool tensor (1, N, N): entry [_, i, j] is whether node j is node i or a descendant of node i."""
     N = steps.parents.shape[1]
     number = torch.arange(N, device=steps.parents.device)
     above = number.expand_as(steps.parents)  # (1, N)
@@ -356,8 +363,9 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
-    """Return the steps of a shape. A step has all siblings of one number; with `by_level` only those of one level.
-    Raises ValueError if x (B, N) has another number of nodes."""
+    """Return the steps of a tree. Each step has the nodes with one number among their siblings: the first children,
+    then the second, and so on; with `by_level`, only the nodes of one level. Raises ValueError if x (B, N) has another
+    number of nodes."""
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents has {len(parents)} nodes, but x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)

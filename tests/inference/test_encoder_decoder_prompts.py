@@ -91,11 +91,15 @@ def test_forms_of_features() -> None:
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
-    "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: source ids from 3 to 40"),
-    "the first id that the encoder lacks": (t5, [[3, VOCABULARY]], f"prompt 0: source ids from 3 to {VOCABULARY}"),
+    "an id that the encoder lacks": (t5, [[3, 40]], "prompt 0: its source ids go from 3 to 40"),
+    "the first id that the encoder lacks": (
+        t5,
+        [[3, VOCABULARY]],
+        f"prompt 0: its source ids go from 3 to {VOCABULARY}",
+    ),
     "nothing": (t5, [[]], "prompt 0: the source is empty"),
-    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens; .* at most 64"),
-    "ids for a sound": (whisper, [[3, 4]], "prompt 0: it has token ids, but the encoder reads input_features"),
+    "a source that is too long": (bart, [[3], [4] * 65], "prompt 1: its source has 65 tokens, .* at most 64"),
+    "ids for a sound": (whisper, [[3, 4]], "prompt 0: it has token ids, but the encoder reads sound"),
     "features for a text": (t5, [{"input_features": torch.zeros(MELS, FRAMES)}], "prompt 0: its features have"),
     "features that are none": (whisper, [{"input_features": "x"}], "prompt 0: input_features must be numbers"),
     "other features": (whisper, [{"input_features": torch.zeros(MELS, 9)}], rf"\({MELS}, 9\); the encoder .*{FRAMES}"),
@@ -104,7 +108,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
         {"input_ids": [[3], [4]], "decoder_input_ids": [[0]]},
         "decoder_input_ids has 1 rows for 2 sources",
     ),
-    "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids from 0 to 77"),
+    "a foreign first id": (t5, [{"input_ids": [3], "decoder_input_ids": [0, 77]}], "ids go from 0 to 77"),
 }
 
 
@@ -198,12 +202,12 @@ def test_what_is_missing_is_said() -> None:
     model = whisper()
     model.generation_config.forced_decoder_ids = [[1, None], [2, 7]]  # the language is to be detected
     prompts = sources(model, 1)
-    with pytest.raises(ValueError, match=r"prompt 0: .*forced_decoder_ids open, such as the language"):
+    with pytest.raises(ValueError, match=r"prompt 0: .*null in forced_decoder_ids \(such as the language"):
         Engine(model).generate(prompts)
     assert Engine(model).generate([prompts[0] | {"decoder_input_ids": [2, 3, 7]}], max_new_tokens=2).tokens[0]
     with pytest.raises(ValueError, match="prompt 0: it has a source, but the target has no encoder"):
         Engine(tiny()).generate([SourcedText([1], (3, 4))])
-    with pytest.raises(ValueError, match="a text has no source; `Engine.starts`"):
+    with pytest.raises(ValueError, match="a text has no source; give texts that `Engine.starts`"):
         store_prompts(LM(t5(), 1), 0, [[0]])
 
 

@@ -23,8 +23,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no such folder": ({"target": "/no/such/folder"}, "target: there is no folder"),
     "a folder as proposer": ({"proposer": "outputs/draft"}, r"inference.load\('outputs/draft'\)"),
     "a model as proposer": ({"proposer": MODEL}, "LlamaForCausalLM is no proposer; give inference.proposers"),
-    "a length as policy": ({"policy": 4}, r"policy: 4 has no draft lengths; inference.policy.Fixed\(4\)"),
-    "a name as policy": ({"policy": "planned"}, "policy: 'planned' has no draft lengths"),
+    "a length as policy": (
+        {"policy": 4},
+        r"policy: 4 has no method lengths; give a policy, such as inference.policy.Fixed\(4\)",
+    ),
+    "a name as policy": ({"policy": "planned"}, "policy: 'planned' has no method lengths"),
     **{
         f"{name}={value!r}": ({name: value}, f"{name} must be a whole number of at least 1, not {value!r}")
         for name in ("rows", "context")
@@ -59,9 +62,9 @@ def test_an_engine_is_not_made_of_other_things(name: str) -> None:
 @pytest.mark.parametrize("seed", ["a", None, [1, 2], 1.5, True, 2**64, -(2**63) - 1])
 def test_a_seed_is_a_whole_number_of_64_bits(seed: Any) -> None:
     engine = Engine(MODEL, Independent(MODEL), policy=Fixed(2))
-    with pytest.raises(ValueError, match="seed must be a whole number of 64 bits, not"):
+    with pytest.raises(ValueError, match=r"seed must be a whole number from -2\*\*63 to 2\*\*64 - 1, not"):
         engine.generate([[1, 2]], max_new_tokens=3, seed=seed)
-    with pytest.raises(ValueError, match="seed must be a whole number of 64 bits, not"):
+    with pytest.raises(ValueError, match=r"seed must be a whole number from -2\*\*63 to 2\*\*64 - 1, not"):
         next(iter(engine.stream([1, 2], max_new_tokens=3, seed=seed)))
 
 

@@ -153,7 +153,7 @@ def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
 def test_kinds_by_name() -> None:
     for name in REGISTERED:
         assert issubclass(kind_of(name), Proposer)
-    with pytest.raises(ValueError, match="there is no kind of draft 'oracle'; there are independent"):
+    with pytest.raises(ValueError, match="there is no kind of draft 'oracle'; give one of independent"):
         kind_of("oracle")
 
 

@@ -165,8 +165,8 @@ def test_other_prompts_are_rejected_by_name_before_anything_runs(
         ({"max_new_tokens": True}, "max_new_tokens"),
         ({"sampling": {"temperature": 0.5}}, "sampling .*dict"),
         ({"sampling": None}, "sampling .*NoneType"),
-        ({"ids": ["a", "b"]}, "ids .*'a'"),
-        ({"ids": [0.5, 1]}, "ids .*0.5"),
+        ({"ids": ["a", "b"]}, "ids= .*'a'"),
+        ({"ids": [0.5, 1]}, "ids= .*0.5"),
         ({"ids": np.array([1])}, "ids has 1 values for 2 prompts"),
         ({"ids": [2**64, 1]}, "ids"),
     ],
@@ -326,7 +326,7 @@ def test_ids_after_a_gap_of_the_tokenizer_have_mass() -> None:
     engine = Engine(tiny(vocab=16), tokenizer=PreTrainedTokenizerFast(tokenizer_object=core))
     likely = Sampling(logit_bias={12: 1e3})
     assert engine.generate([[1]], max_new_tokens=2, sampling=likely).tokens == [[12, 12]]
-    with pytest.raises(ValueError, match=r"not in \[0, 13\)"):  # rows after the highest id are padding
+    with pytest.raises(ValueError, match="ids go from 0 to 12"):  # rows after the highest id are padding
         engine.generate([[1]], sampling=Sampling(logit_bias={13: 1.0}))
 
 

@@ -206,8 +206,8 @@ def test_the_context_bounds_a_row(target):
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
-        ({"prompts": [[1, 32]]}, "prompt 0: ids"),
-        ({"prompts": [[-1]]}, "prompt 0: ids"),
+        ({"prompts": [[1, 32]]}, "prompt 0: its token ids"),
+        ({"prompts": [[-1]]}, "prompt 0: its token ids"),
         ({"prompts": ["text"]}, "tokenizer"),
         ({"prompts": [[1]], "max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": [[1]], "max_new_tokens": [3, 4]}, "max_new_tokens"),

@@ -234,10 +234,10 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
         (
             "retrieval",
             {"lookup": {"datastore": "/none"}},
-            "the key lookup of its config.json names a datastore that is missing: /none is no ",
+            r"lookup.datastore in its config.json names a folder that is missing \(/none is no ",
         ),
         ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
-        ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, but the "),
+        ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore was made for 999 ids, but the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],
     ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "words", "other store", "heads"],
@@ -258,7 +258,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
 def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
     """A tensor that it lacks is not made up."""
     path = drafted(place, "eagle")
-    with pytest.raises(ValueError, match="a draft of kind 'eagle' holds weights of EagleNetwork, not a causal"):
+    with pytest.raises(ValueError, match="a draft of kind 'eagle' has weights of EagleNetwork, not a causal"):
         load(path, kind="independent")
     copied = changed(place / "lacking", path)
     tensors = load_file(copied / "model.safetensors")

@@ -112,7 +112,7 @@ def test_first_weights_are_an_eagles_and_a_mask() -> None:
     torch.testing.assert_close(distributions(first), p[rows, places - 1][:, :30].log_softmax(-1), atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="need their target and a network of class PEagleNetwork, not EagleNetwork"):
         PEagleStudent(kinds.eagle(target), target)
-    with pytest.raises(ValueError, match="config.json of a p_eagle draft must have pard_token, the id"):
+    with pytest.raises(ValueError, match="config.json of a p_eagle draft has no pard_token, the id"):
         proposers.kind_of("p_eagle")(PEagleNetwork(PEagleConfig(eagle_config={LAYER_IDS: [0, 1, 1]})))  # type: ignore[call-arg]
 
 

@@ -127,7 +127,9 @@ def test_layers_that_the_model_lacks_are_named() -> None:
     with pytest.raises(ValueError, match=r"states: LlamaForCausalLM has layers 0 to 2, and -1 for .*, but no layer 3"):
         lm.forward(ids, [0], states=(LAST, 3))
     for depth in (0, 3):
-        with pytest.raises(ValueError, match=f"layers={depth}: set layers= from 1 to 2, which LlamaForCausalLM has"):
+        with pytest.raises(
+            ValueError, match=f"layers={depth}: set layers= from 1 to 2, the number that LlamaForCausalLM has"
+        ):
             lm.hidden(ids, [0], depth)
 
 

@@ -81,7 +81,7 @@ def test_scales_are_interpolated_between_temperatures() -> None:
 
 @pytest.mark.parametrize("wrong", [[], [0.3, 0.3], [1.0, 0.0]])
 def test_temperatures_that_are_no_list_of_knots_raise(wrong: list[float]) -> None:
-    with pytest.raises(ValueError, match="at least one, each once, in rising order"):
+    with pytest.raises(ValueError, match="at least one temperature, each once, in rising order"):
         conditioned(tiny(), wrong)
     with pytest.raises(ValueError, match=f"config.json .* under the key {KNOTS}"):
         Conditioned(conditioned_without(tiny()))

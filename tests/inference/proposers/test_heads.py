@@ -88,7 +88,7 @@ def test_a_folder_is_served_as_it_was(kind: str, tmp_path: Path) -> None:
     assert engine.generate(**prompts).tokens == ours.generate(**prompts).tokens
     with pytest.raises(ValueError, match="its hidden_size is 16, but the target's is 8: give the target that it"):
         load(tmp_path / "draft", tiny(hidden=8, dtype=torch.float32))
-    with pytest.raises(ValueError, match=f"a draft of kind '{kind}' holds weights of .*, not a causal"):
+    with pytest.raises(ValueError, match=f"a draft of kind '{kind}' has weights of .*, not a causal"):
         load_draft(tmp_path / "draft")
 
 

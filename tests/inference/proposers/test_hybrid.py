@@ -97,7 +97,7 @@ def test_a_gate_chooses_the_better_rate() -> None:
     worse = Gate(gate.lookup, [[[1.0] * 3] * (LONGEST + 1)] * 2, 0.01, 0.2)
     assert worse.looked_up(Match(drafts, 5), 2) == 0
     assert Gate.of_json(gate.to_json()) == gate and {*gate.to_json()} == {"found", "model", "step", "column"}
-    with pytest.raises(ValueError, match="missing or unknown: step"):
+    with pytest.raises(ValueError, match="keys missing: step; keys unknown: none"):
         Gate.of_json({name: value for name, value in gate.to_json().items() if name != "step"})
     before = Gate.uncalibrated()
     assert before.looked_up(Match(drafts, LONGEST), 3) == 3 and before.looked_up(Match(drafts, 1), 3) == 0

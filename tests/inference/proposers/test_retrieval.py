@@ -143,7 +143,7 @@ def test_a_folder_without_a_valid_datastore_raises(tmp_path: Path) -> None:
     (place / "datastore.json").write_text('{"format": 9}')
     with pytest.raises(ValueError, match="format is 9"):
         Datastore.open(place)
-    with pytest.raises(ValueError, match=r"document 0 has ids outside \[0, 2\)"):
+    with pytest.raises(ValueError, match=r"document 0 \(0-based\) has token ids outside \[0, 2\)"):
         Datastore.of([[1, 2]], About(vocabulary=2, depth=8))
     with pytest.raises(ValueError, match="no token"):
         Datastore.of([[]], About(vocabulary=2, depth=8))

@@ -275,9 +275,9 @@ def test_a_target_that_changes_is_rounded_again() -> None:
 def test_wrong_small_drafts_and_rules_raise() -> None:
     target = tiny(layers=3)
     model = Quantised(target)
-    with pytest.raises(ValueError, match="the small one must be an Independent, .* it is a EarlyExit"):
+    with pytest.raises(ValueError, match="give an Independent as the small one, not a EarlyExit"):
         TwoLevels(model, EarlyExit(exit_network(target), target))
-    with pytest.raises(ValueError, match="both drafts must draft chains, .* it is a Independent"):
+    with pytest.raises(ValueError, match="make both drafts without shape=, and give an Independent"):
         TwoLevels(model, Independent(near(target), shape=(-1, 0, 0)))
     with pytest.raises(ValueError, match="inner must be at least 1, not 0"):
         TwoLevels(model, Independent(near(target)), 0)
