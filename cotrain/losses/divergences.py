@@ -2,7 +2,7 @@
 reduction.
 
 Each docstring gives the formula, the source, the gradient, the use, and the cases in which the loss fails.
-`names.LOSSES` lists those that an expression may name.
+`names.LOSSES` lists the losses that an expression may name.
 
 Every loss takes log p and log q (..., V), normalised and at the temperature of the regime, and returns (...,). Half
 precision is raised to float32. Gradients are given in the draft's logits z, q = softmax(z), with I_v = 1[q_v <= p_v]
@@ -25,8 +25,8 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
 
 
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return p(argmax q), the acceptance in an engine that drafts the most probable token. It is `alpha` of p and a
-    one-hot q."""
+    """Return p(argmax q), the acceptance if the engine drafts the most probable token. This is `alpha` for a one-hot
+    q."""
     return _at(wide(logp), logq.argmax(-1)).exp()
 
 
@@ -73,8 +73,9 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
 
     Use: it is near `kl` at low overlap and near `tv` at high overlap, without a schedule. Its gradient treats w as a
     constant, w (q - p) - (1 - w) q (I - S), so its value may rise while the draft improves.
-    alpha: an aggregated acceptance that broadcasts to (...,); None: that of each position. eta: 3, or 10 for Medusa
-    heads.
+
+    alpha: an aggregated acceptance that broadcasts to (...,); None: the acceptance at each position. eta: 3, or 10 for
+    Medusa heads.
     """
     distance = tv(logp, logq)
     w = torch.exp(-eta * (1 - distance if alpha is None else alpha).detach())
@@ -83,20 +84,20 @@ def lk(logp: Tensor, logq: Tensor, eta: float = 3.0, alpha: Tensor | None = None
 
 def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """Return -log q(argmax p), the cross-entropy with the target's most probable token. dL/dz = q - e, with e one-hot
-    at that token.
+    at this token.
 
-    Use: it is for a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other
-    temperature, because the draft becomes more confident than p.
+    Use: for a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other temperature,
+    because the draft becomes more confident than p.
     """
     return -_at(_finite(wide(logq)), logp.argmax(-1))
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
-    """Return 1 - sum_v p q' with q' = softmax(sharp log q), a smooth form of 1 - p(argmax q), to which it tends as
+    """Return 1 - sum_v p q' with q' = softmax(sharp log q). This is a smooth form of 1 - p(argmax q), its limit as
     `sharp` grows. dL/dz = -sharp q' (p - sum_v p q').
 
-    Use: it is for engines that draft argmax q and accept it with probability p. It fails for engines that sample from
-    q, because it trains only the maximum of q, not the distribution.
+    Use: for engines that draft argmax q and accept it with probability p. It fails for engines that sample from q,
+    because it trains only the maximum of q, not the distribution.
     """
     return 1 - (wide(logp).exp() * torch.softmax(sharp * wide(logq), -1)).sum(-1)
 
@@ -106,7 +107,8 @@ def _floor(values: Tensor) -> float:
 
 
 def _finite(logs: Tensor) -> Tensor:
-    """Replace -inf by log(tiny) with zero gradient. Its product with p = 0 is 0, while that of -inf would be NaN."""
+    """Return `logs` with -inf replaced by log(tiny), with zero gradient. Its product with p = 0 is then 0 instead of
+    NaN."""
     return logs.masked_fill(logs == -torch.inf, _floor(logs))
 
 
