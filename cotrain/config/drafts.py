@@ -139,7 +139,7 @@ class BlockDraft(_Headed):
     """null: as many as query heads."""
     depths: Size | None = 8
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
-    """Whether a mask token attends to its whole block (bidirectional, null) or only to the tokens before it (causal)."""
+    """Whether a mask token attends to its whole block (bidirectional, null) or to the tokens before it (causal)."""
     markov: Count | None = None
     """As in ParallelDraft."""
 

@@ -75,8 +75,8 @@ def files_of(path: str) -> dict[str, Path]:
         }
         if not matching_files:
             raise ValueError(
-                f"data.path: {path} has no file that ends in {', '.join(LOADERS)}, and no saved data set: name a folder "
-                "or file of texts"
+                f"data.path: {path} has no file that ends in {', '.join(LOADERS)}, and no saved data set: name a "
+                "folder or file of texts"
             )
         return matching_files
     if place.is_file():

@@ -236,7 +236,7 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
             {"lookup": {"datastore": "/none"}},
             "the key lookup of its config.json names a datastore that is missing: /none is no ",
         ),
-        ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
+        ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: the datastore has token ids of another"),
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore is made for 999 ids, but the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],

@@ -126,7 +126,7 @@ def test_texts_of_a_rollout_are_refused_as_prompts(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train_T1.parquet"))
     (tmp_path / "train_T1.json").write_text("{}")
     for path in (tmp_path, tmp_path / "train_T1.parquet"):
-        with pytest.raises(ValueError, match="a target sampled: set rollout.folder="):
+        with pytest.raises(ValueError, match="a target sampled, not prompts: set rollout.folder="):
             texts(path)
 
 

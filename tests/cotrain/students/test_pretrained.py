@@ -118,13 +118,13 @@ MISFITS: dict[str, Any] = {
         "parallel",
         "parallel",
         {"vocab_size": 301, "markov_rank": 3},
-        "its small head or Markov head is of 301 ids, but the target has 300: ",
+        "its small head or Markov head has 301 ids, but the target has 300: ",
     ),
     "a small head of more ids": (
         "independent",
         "independent",
         {"vocab_size": 301, "draft_vocab_size": 20},
-        "its small head or Markov head is of 301 ids, but the target has 300: ",
+        "its small head or Markov head has 301 ids, but the target has 300: ",
     ),
 }
 
