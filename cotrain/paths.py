@@ -26,7 +26,7 @@ def folder(name: str, package: Path | None = None) -> Path:
     for place in places:
         if place.is_dir():
             return place
-    raise FileNotFoundError(f"no folder {name!r}: neither {places[0]} nor {places[1]} exists")
+    raise FileNotFoundError(f"no folder {name!r}: neither {places[0]} nor {places[1]} exists: install cotrain again")
 
 
 def draft_folder(path: str, hub: bool = False) -> str:

@@ -99,7 +99,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
             raise ValueError(
-                "url: the server returns no token ids, and the prediction needs them; use a server that "
+                "url: the server returns no token ids, and the prediction needs them: use a server that "
                 "returns them, such as vLLM"
             )
         if early := sum(len(one.ids or []) < size.new_tokens for one in answers):

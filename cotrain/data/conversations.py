@@ -63,7 +63,7 @@ class Template:
                 raise
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
-            raise ValueError("the target's chat template renders no text for it")
+            raise ValueError("the target's chat template renders no text for this conversation")
         if self.ignores_user:
             raise ValueError(
                 "the target's chat template renders the same text whatever the user says: correct how it uses "

@@ -224,13 +224,13 @@ def _plain(messages: list[Message]) -> dict[str, Any]:
     ValueError if there are other messages."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError(
-            "without a chat template (the target's tokenizer has none, or data.chat=false) only one message of a user, "
-            "with or without its answer, can be read"
+            "without a chat template only one message of a user, with or without its answer, can be read: leave "
+            "data.chat=false out, or name a target whose tokenizer has a chat template"
         )
     if any("tool_calls" in one for one in messages):
         raise ValueError(
-            "message 2 calls tools, which only a chat template can render; the target's tokenizer has none, or "
-            "data.chat=false"
+            "message 2 calls tools, which only a chat template can render: leave data.chat=false out, or name a target "
+            "whose tokenizer has a chat template"
         )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}

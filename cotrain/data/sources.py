@@ -103,7 +103,7 @@ def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and extension_of(path):
-            raise ValueError(f"data.path: {path} is empty")
+            raise ValueError(f"data.path: {path} is empty: name a file with rows")
     table = next((path for path in files.values() if path.suffix == ".parquet"), None)
     if table and is_rollout(table):
         raise ValueError(
@@ -118,7 +118,7 @@ def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     except UNREADABLE as error:
         raise unreadable(data, error) from error
     if none:
-        raise ValueError(f"data.path: {data.path} holds no rows")
+        raise ValueError(f"data.path: {data.path} has no rows: name data with rows, or another data.split=")
 
 
 def is_rollout(path: Path) -> bool:
@@ -371,7 +371,7 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     rows = of_one_kind(rows, skipped)
     skipped.refuse(f"{key}: {data.path}", total)
     if not rows:
-        raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
+        raise ValueError(f"data.path: {data.path} has no text, all rows are skipped: {skipped.said()}")
     lost, sources = nothing_skipped(), dict[str, Source]()
     for split in splits:
         openings = [row.opening for row in rows]

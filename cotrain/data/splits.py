@@ -108,7 +108,7 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
     if common:
         raise ValueError(
             f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
-            f"the first {common[0][:8]}...: the splits must be disjoint"
+            f"the first {common[0][:8]}...: remove them from one of the two"
         )
 
 

@@ -75,7 +75,7 @@ def export(
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
     if folder.metadata is None or folder.kind not in features:
-        raise ValueError(f"{source} is a draft of kind {folder.kind!r}, not {' or '.join(features)}")
+        raise ValueError(f"{source} is a draft of kind {folder.kind!r}, not {' or '.join(features)}: leave layout= out")
     if layout not in features[folder.kind]:
         raise UserError(
             f"layout={layout}: {folder.kind} drafts are written with layout={' or '.join(features[folder.kind])}"

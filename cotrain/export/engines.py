@@ -232,7 +232,10 @@ def layout_of(kind: str, engine: str) -> Any | None:
     writes them. Raises UserError for feature drafts, and for a kind that the engine does not load."""
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
-        raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
+        raise UserError(
+            f"engine={engine}: no engine of the table loads {kind} drafts: serve them with cotrain's engine "
+            "(cotrain generate, cotrain bench)"
+        )
     student = student_class(kind)
     if student.features:
         if not any(engine in FEATURES[layout] for layout in student.features):

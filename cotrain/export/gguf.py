@@ -138,7 +138,7 @@ def write_file(
 
 def refuse_shape(config: PretrainedConfig) -> None:
     """Raise UserError, which names the key in config.json, for a model that does not have Llama's shape."""
-    at = f"engine={ENGINE}: config.json:"
+    at = f"engine={ENGINE} cannot load this draft (set another engine=): config.json:"
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"{at} model_type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written")
     if config.hidden_act != "silu":
@@ -190,7 +190,7 @@ def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise UserError(f"engine={ENGINE}: llama.cpp has no name for the tensor {key}")
+            raise UserError(f"engine={ENGINE}: llama.cpp has no name for the tensor {key}: set another engine=")
         if architecture is MODEL_ARCH.LLAMA and (".attn_q." in name or ".attn_k." in name):
             values = permuted(values, config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
         yield name, values.detach().float().cpu().numpy()

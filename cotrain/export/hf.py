@@ -122,7 +122,9 @@ def prepare_draft(
     if model.config.is_encoder_decoder and engine != "transformers":
         raise ValueError(f"engine={engine}: it loads no drafts for encoder-decoders: set engine=transformers")
     if tokenizer is None:
-        raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
+        raise ValueError(
+            f"{source}: it has no tokenizer, and engines need one: copy the target's tokenizer files into it"
+        )
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
         model, metadata = fold_conditioning(model, temperature), _at(metadata, temperature)

@@ -94,7 +94,10 @@ def _weight_and_name(text: str, key: str) -> tuple[float, str]:
     try:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:
-        raise ValueError(f"{key}: {weight.strip()!r} in {text.strip()!r} is not a number") from None
+        raise ValueError(
+            f"{key}: the weight {weight.strip()!r} in {text.strip()!r} is not a number: write it as in "
+            f"0.5*{name.strip()}"
+        ) from None
 
 
 def _sum(terms: Sequence[Term]) -> Position | None:

@@ -306,8 +306,8 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
         origin = name if stays else _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
             raise ValueError(
-                f"init=target_layers: {name} of the draft would be copied from {origin}, which the target lacks or "
-                "has in another shape: set init=scratch"
+                f"init=target_layers: the target has no tensor {origin} with the shape of the draft's {name}: set "
+                "init=scratch"
             )
         state[name] = source[origin].to(value.dtype)
     draft.load_state_dict(state, assign=next(iter(state.values())).is_meta)
@@ -415,10 +415,15 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     )
     model, info = loaded
     if info["missing_keys"]:
-        raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
+        raise ValueError(
+            f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}: name a complete model"
+        )
     if info["mismatched_keys"]:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
-        raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
+        raise ValueError(
+            f"draft.path={path}: tensors have other shapes than its config.json says: {names}: use the config.json "
+            "that belongs to these weights"
+        )
     require_sound(model, f"draft.path={path}")
     if ours > theirs:
         model.resize_token_embeddings(theirs)
@@ -456,7 +461,7 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
     path = _checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
-        raise ValueError(f"{where}: no such folder; {student.kind} drafts begin with the weights of a draft folder")
+        raise ValueError(f"{where}: no such folder: with init=pretrained name the folder of a {student.kind} draft")
     network = _load(student, kind.network_class, Path(path), target.device)
     kind.fits(network, target, where)
     return network
@@ -472,8 +477,8 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     kinds = (student.kind, *student.begins_with)
     if metadata is not None and metadata.kind not in kinds:
         raise ValueError(
-            f"draft.path={path}: a draft of kind {metadata.kind}; draft={student.kind} begins with the "
-            f"weights of one of {', '.join(kinds)}"
+            f"draft.path={path}: a draft of kind {metadata.kind}, but draft={student.kind} can only begin with one of "
+            f"kind {', '.join(kinds)}: name such a folder, or set draft={metadata.kind}"
         )
     return path
 
@@ -485,7 +490,9 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
         config = network_class.config_class.from_pretrained(path)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"draft.path={path}: {CONFIG} is not that of a {student.kind} draft: {reason}") from error
+        raise ValueError(
+            f"draft.path={path}: its {CONFIG} is not for a {student.kind} draft ({reason}): name a folder of this kind"
+        ) from error
     with torch.device("meta" if device.type == "meta" else "cpu"):
         network: PreTrainedModel = network_class(config)
     metadata, files = read(path).metadata, weight_files(path)

@@ -173,7 +173,9 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
     else:
         tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:
-        raise ValueError(f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+        raise ValueError(
+            f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json): copy the model's into it"
+        )
     return tokenizer
 
 
@@ -302,7 +304,7 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
     """Return the decoder's output for texts ids (B, T) with encoder inputs `source` (B, S). encoder (B, S, D): the
     encoder's states for these inputs, or None to compute them. Raises ValueError if `source` is None."""
     if source is None:
-        raise ValueError(f"{type(model).__name__}: its encoder reads sources, but the texts have none")
+        raise ValueError(f"{type(model).__name__}: its encoder needs an input for each text, but `source` is None")
     width = int((source >= 0).sum(1).max())
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]

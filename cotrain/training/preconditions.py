@@ -301,7 +301,9 @@ def _folders(cfg: TrainConfig) -> None:
         raise UserError("target.adapter: it needs peft: pip install 'cotrain[adapter]'")
     local = adapter and (Path(adapter).is_absolute() or Path(adapter).exists())
     if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
-        raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
+        raise UserError(
+            f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json: name a PEFT folder"
+        )
     if cfg.rollout.url:
         server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
@@ -368,8 +370,8 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     }
     if wrong := [key for key, used in unsupported.items() if used]:
         raise UserError(
-            f"{wrong[0]}: not for {name}: {choice}, with sources from data.path=, texts that this engine samples, and "
-            "a draft that is neither quantised nor sharded: change or leave out this setting"
+            f"{wrong[0]}: not for {name}: {choice}, with encoder inputs from data.path=, texts that this engine "
+            "samples, and a draft that is neither quantised nor sharded: change or leave out this setting"
         )
 
 
@@ -649,8 +651,8 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
                 raise UserError(f"{name}: {size} tokens exceed the context of {room} tokens: lower it")
     elif prompt + new > room:
         raise UserError(
-            f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed the context of {room} tokens, "
-            "that of target and draft: lower one of them"
+            f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed {room} tokens, the longest text "
+            "for target and draft: lower one of the two"
         )
 
 

@@ -229,7 +229,7 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
         (
             "eagle",
             {"max_position_embeddings": 15},
-            "bench.prompt_tokens, bench.new_tokens, bench.depths: .* exceed the context of 15 tokens",
+            "bench.prompt_tokens, bench.new_tokens, bench.depths: .* exceed 15 tokens",
         ),
         (
             "retrieval",

@@ -182,7 +182,7 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("", chat("Hi", "Yes?"), "the target's chat template renders no text for it"),
+        ("", chat("Hi", "Yes?"), "the target's chat template renders no text for this"),
         ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
         ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
         (

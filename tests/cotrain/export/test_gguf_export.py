@@ -260,7 +260,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("problem", SHAPES)
 def test_other_shapes_are_refused(problem: str) -> None:
-    with pytest.raises(UserError, match=f"^engine=llamacpp: config.json: {problem}, but only "):
+    with pytest.raises(
+        UserError, match=f"^engine=llamacpp cannot load this draft .*: config.json: {problem}, but only "
+    ):
         refuse_shape(SHAPES[problem])
 
 

@@ -131,7 +131,7 @@ class TestTeacher:
         target = t5()
         with pytest.raises(ValueError, match=r"states of layers \[2\]"):
             served(target, VOCABULARY, (2,))
-        with pytest.raises(ValueError, match="its encoder reads sources, but the texts have none"):
+        with pytest.raises(ValueError, match="its encoder needs an input for each text"):
             served(target, VOCABULARY)[0](torch.tensor([[0, 3]]))
 
     @torch.no_grad()
