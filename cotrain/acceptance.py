@@ -39,21 +39,27 @@ def iid_tau(alpha: float, K: int) -> float:
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls for each text as a loss (B,), differentiable in r. r (B, T) or (B, T,
-    K), k and lengths: see `expected_calls`."""
+    """Return the expected number of target calls for each text as a loss (B,), differentiable in r.
+
+    r (B, T), or (B, T, K) with the depth last: the acceptance of each token. k: draft length, an int, (B,) or (B, T).
+    lengths (B,): tokens in each text; None for T. See `expected_calls`.
+    """
     return expected_calls(r, k, lengths)
 
 
 def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the expected number of target calls for each text under block verification, as a loss (B,), differentiable
-    in l. l: log q - log p of each token of the texts, with the shape of r in `calls`. k and lengths: see
-    `expected_calls_block`."""
+    in l.
+
+    l (B, T), or (B, T, K) with the depth last: log q - log p of each token. k: draft length, an int, (B,) or (B, T).
+    lengths (B,): tokens in each text; None for T. See `expected_calls_block`.
+    """
     return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, with the
-    shape of r. r (B, T) or (B, T, K), k and lengths: see `expected_calls`.
+    shape of r. r (B, T) or (B, T, K), k and lengths: see `calls`.
 
     With these weights at each position, the loss `tv` has the gradient of `calls` with alpha in place of the sampled
     ratio r. The variance of alpha is lower. For r (B, T) no weight is negative.

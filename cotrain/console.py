@@ -52,8 +52,7 @@ class Display:
         say: a function that receives each line, instead of printing; None to print.
         hidden: print nothing.
         brief: print lines without a bar, and none if the job ends within `SHORT` seconds. This is for a job inside
-            another
-            job.
+            another job.
     """
 
     def __init__(

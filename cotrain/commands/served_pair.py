@@ -243,8 +243,7 @@ def prompts(
 
     Args:
         size: has the prompt length (size.prompt_tokens) and the seed. The prompt length is changed in place if `room`
-            is
-            given and a domain has no prompt of that length.
+            is given and a domain has no prompt of that length.
         target: may be without storage.
         room: the most tokens that a prompt may have; None if the user set the prompt length.
         draft: the draft folder, or None.

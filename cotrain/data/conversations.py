@@ -37,8 +37,7 @@ class Template:
     Args:
         options: arguments of the template, such as enable_thinking.
         ends: token ids that end a completion. After one, the template may add more text, such as a line break, which
-            the
-            target did not generate.
+            the target did not generate.
         day: the date that the template writes; None for today.
     """
 

@@ -86,8 +86,8 @@ def _some_bits(flat: Tensor, place: int) -> bytes:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of floating-point numbers as integers, equal for bfloat16 and float32. Integers are returned
-    unchanged."""
+    """Return the bits of floating-point numbers as integers of the same shape, equal for bfloat16 and float32. Integers
+    are returned unchanged."""
     if values.dtype == torch.float64:
         return values.view(torch.int64)
     return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()

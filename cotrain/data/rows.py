@@ -78,8 +78,7 @@ class Reader:
     Args:
         column: the column with the conversation, prompt or text; None for the first of `COLUMNS` in the row.
         chat: whether a prompt or text becomes a user's message. None: a prompt does, if the target has a chat template;
-            a
-            text does not.
+            a text does not.
         templated: whether the target has a chat template.
         encoder: whether the target has an encoder. Each row is then one whole encoder input.
         other: what the user should do if a row has no such column, for the error message.

@@ -342,8 +342,7 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     Args:
         data: the settings of the data. data.path=null selects the embedded corpora.
         splits: some of `splits.SPLITS`, to which a hash assigns the user's rows; `splits.ALL_ROWS` stands for all rows.
-            The
-            embedded corpora have no split "final".
+            The embedded corpora have no split "final".
         template: renders the messages of rows.
         encoder: whether the target has an encoder. Each row is then one whole encoder input; with the embedded corpora
             these are the tasks of `sequence_tasks`.

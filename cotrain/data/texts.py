@@ -33,10 +33,8 @@ class Texts:
         temperature (N,), or () for one value: the target's temperature in the loss.
         whole: whether the tokens of prompts count in the loss too.
         source (N, S): the input of the encoder in an encoder-decoder, as token ids padded with `NO_ID` on the right.
-            `ids`
-            is then the text of the decoder, and its prompt the tokens with which every decoder text begins. None for
-                other
-            models.
+            `ids` is then the text of the decoder, and its prompt the tokens with which every decoder text begins. None
+            for other models.
     """
 
     ids: Tensor
@@ -156,8 +154,8 @@ def joined_texts(sets: Sequence[Texts]) -> Texts:
 
 
 def widened_sources(sources: Sequence[Tensor]) -> Tensor:
-    """Return several tensors (N, S) of encoder inputs, with different S, as one tensor padded on the right with
-    `NO_ID`."""
+    """Return the rows of several tensors as one tensor (N, S), padded on the right with `NO_ID`. sources: encoder
+    inputs, tensors (Ni, Si) with different numbers of rows and columns."""
     width = max(part.shape[1] for part in sources)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
 

@@ -147,7 +147,8 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an EAGLE-3 folder under the names that speculators gives them."""
+    """Return the tensors of an EAGLE-3 folder, keyed by the names that speculators gives them. tensors: by EAGLE-3
+    name."""
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 

@@ -300,8 +300,7 @@ def launch(
         objective: "sampled" or "greedy"; what the draft was trained for, and how the engine should draft.
         kind: the kind of draft.
         tree: the planned tree, or None. It is used if the engine drafts trees in this layout (`TREES`); otherwise
-            chains of
-            k are drafted.
+            chains of k are drafted.
         layers: the target's layers (0-based) whose outputs a feature draft reads, see `captured`.
 
     Raises ValueError, which names the key, for an unknown objective and for k < 1, and the errors of `refuse_kind` and

@@ -90,7 +90,7 @@ def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return logits (B, T, V) as float32 on the CPU."""
+    """Return logits (B, T, V) for ids (B, T), as float32 on the CPU."""
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
 
 

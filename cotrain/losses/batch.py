@@ -72,15 +72,16 @@ class LossBatch:
         return logp, logq
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return a loss of whole texts, summed over the texts and multiplied by the term's weight. logs: from
-        `LossBatch.logs`. k: draft length."""
+        """Return a loss of whole texts, summed over the texts and multiplied by the term's weight; a scalar. logs: log
+        p and log q of the sampled tokens, from `LossBatch.logs`. k: draft length."""
         value: Tensor = term.function(*logs, _draft_length(logs[0], k), self.lengths)
         # texts of one token depend on no draft, and a step needs a gradient all the same
         return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return how many target calls one more unit of acceptance saves at each sampled token, in the shape of log p
-        in `logs`, without gradient, see `acceptance.call_weights`. logs: from `LossBatch.logs`. k: draft length."""
+        """Return how many target calls one more unit of acceptance saves at each sampled token, without gradient, (B,
+        L) or (B, L, K), see `acceptance.call_weights`. logs: log p and log q of these shapes, from `LossBatch.logs`. k:
+        draft length."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
@@ -125,8 +126,8 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
 
 def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x) (B, T) with values at all positions where `mask` (B, T) is True, although the guess
-    was made only at a random share of them.
+    """Return log p(x) and log q(x) with values at all positions where `mask` is True, although the guess was made only
+    at a random share of them. logp, logq (B, T): log-probabilities of the tokens x. mask (B, T) bool.
 
     Positions without a guess get the mean acceptance of the others. The gradient of the guess is divided by the share,
     so that it stands for all positions.
@@ -145,5 +146,6 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tup
 
 
 def _draft_length(logs: Tensor, k: int) -> int:
-    """Return k, or the number of the student's depths if this is smaller. logs: (B, L) or (B, L, K)."""
+    """Return k, or the number of the student's depths if this is smaller. logs: (B, L), or (B, L, K) with the depth
+    last."""
     return k if logs.ndim == 2 else min(k, logs.shape[2])

@@ -288,8 +288,8 @@ def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """Return part(chunk) for every chunk. The backward pass recomputes them, except a single chunk, which stays in
-    memory. Random states are not restored, so heads must have no dropout."""
+    """Return part(chunk) for every chunk. chunks: indices (n,) each. The backward pass recomputes the chunks, except a
+    single one, which stays in memory. Random states are not restored, so heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -326,7 +326,8 @@ class _Rows:
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """Return alpha, p(argmax q) and the terms of the loss, (n,) each, stacked to (n, 2 + m)."""
+        """Return (n, 2 + m): alpha, p(argmax q) and the m terms of the loss at indices i (n,) of the guess. logp, logq
+        (n, C). terms: m tensors (n,)."""
         alpha = divergences.alpha(logp, self.served(logq, i))
         return torch.stack([alpha, divergences.alpha_greedy(logp, logq), *terms], -1)
 

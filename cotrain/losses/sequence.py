@@ -27,14 +27,15 @@ from cotrain.losses.guess import chosen, numbers, sent
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return the expected number of target calls under the token rule, summed over the texts, see `acceptance.calls`.
-    Divided by the number of tokens, this is 1 / tau."""
+    """Return the expected number of target calls under the token rule, summed over the texts; a scalar. Divided by the
+    number of tokens, this is 1 / tau. logp, logq (B, L) or (B, L, K), k, lengths (B,): see the module; compare
+    `acceptance.calls`."""
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return the expected number of target calls under block verification, summed over the texts, see
-    `acceptance.calls_block`."""
+    """Return the expected number of target calls under block verification, summed over the texts; a scalar. logp, logq
+    (B, L) or (B, L, K), k, lengths (B,): see the module; compare `acceptance.calls_block`."""
     return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
@@ -66,7 +67,8 @@ def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
 
 
 def mask_impossible(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x), both set to 0 at tokens with p(x) = 0. logp, logq: of the same shape.
+    """Return log p(x) and log q(x), both set to 0 at tokens with p(x) = 0. logp, logq: two tensors of the same shape
+    (...).
 
     Such a token lies at the edge of a top-k or top-p cut, and rounding put it outside. Its ratio q / p is undefined,
     and is taken as the constant 1, which has no gradient.

@@ -49,8 +49,7 @@ class LoadedRun:
         number: the run's position on the page (0-based).
         path: the run's folder, or its report.json.
         documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json) and `replay` (replay.json); None
-            for
-            a missing file.
+            for a missing file.
         curves: training curves, keyed by TensorBoard tag.
     """
 

@@ -103,7 +103,7 @@ def exactness(run: LoadedRun) -> Markup | None:
 
 
 def origin(run: LoadedRun) -> Markup | None:
-    """Return machine, versions, date, commit, command and settings of the run."""
+    """Return machine, versions, date, commit, command and settings of the run, as far as they are known."""
     environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
     machine: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
     if weights := run.get("report", "extra", "target_quantisation"):

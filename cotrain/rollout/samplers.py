@@ -169,11 +169,9 @@ def collect(
         partial: the file to which each finished batch is appended; an interrupted run continues after the last one.
         say: a function that receives one line per batch; None: progress is shown by `Display`.
         keys: one per prompt, for the random numbers; None for the index of each prompt. A resumed run thus samples the
-            same
-            texts as an uninterrupted one.
+            same texts as an uninterrupted one.
         seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
-            there
-            may be fewer rows than prompts.
+            there may be fewer rows than prompts.
         title: of the display; None for the temperature.
     """
     keys = range(len(asked)) if keys is None else keys

@@ -112,7 +112,7 @@ class BlockStudent(EagleStudent):
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Return the states (B, S, K, H) of the mask tokens in the blocks with these anchors (S,). ids, positions,
-        texts (B, T). context: keys and values of the text, for each layer."""
+        texts (B, T). context: for each layer, the keys and values (B, T, G, D) of the text."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)

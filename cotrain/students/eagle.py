@@ -184,7 +184,7 @@ class EagleStudent(Student):
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
         """Return the guesses with the Markov head's term, see `markov.after_tokens`; unchanged if the network has no
-        Markov head."""
+        Markov head. ids (B, T): the texts."""
         markov = self.network.markov_head
         if markov is None:
             return guesses
@@ -265,12 +265,13 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Return keys or values with each key head repeated for the query heads of its group."""
+        """Return keys or values (B, key heads, n, D) with each head repeated for the query heads of its group, (B,
+        heads, n, D)."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Return the output for queries q (B, heads, n, D). Its softmax is over the target's pairs and the round's own
-        pairs. sees: see `at`."""
+        """Return the output (B, heads, n, D) for queries q (B, heads, n, D). Its softmax is over the target's pairs and
+        the round's own pairs. sees (B, n, T-1) bool: the target's pairs that each round reads."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)

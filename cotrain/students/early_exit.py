@@ -154,8 +154,8 @@ def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return (B, T): each token's position in its own text. A row may have several texts. position_ids (B, T), or
-    None."""
+    """Return (B, T): each token's position in its own text. ids (B, T). position_ids (B, T) if rows are several packed
+    texts, else None."""
     every = torch.arange(ids.shape[1]).expand(ids.shape)
     if position_ids is None:
         return every
@@ -192,7 +192,7 @@ def attend_rounds(
     """Return the attention output of all rounds (B, (K + 1) T, H, D), and None for the attention weights. transformers
     calls this function in place of its own attention.
 
-    query (B, H, (K + 1) T, D). key, value: the same shape, with fewer heads if several query heads share one.
+    query (B, H, (K + 1) T, D). key, value (B, G, (K + 1) T, D), with G < H if several query heads share one.
     attention_mask (B, 1, T, T) bool: see `_visible`. scaling: of the scores; None: D ** -0.5.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling

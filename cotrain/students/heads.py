@@ -114,8 +114,12 @@ class HydraStudent(MedusaStudent):
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return the states in the form of `MedusaStudent.head_states`. Heads read the tokens of their round one after
-        the other; token i (0-based) of the round with newest state m is token m + 1 + i of the text."""
+        """Return, for each depth, the states (B, R, D) that the target's output head reads, with R = T-1-depth rounds.
+        ids (B, T). newest (B, T-1, D): the target's newest state in each round. depths: how many depths to compute.
+
+        Heads read the tokens of their round one after the other; token i (0-based) of the round with newest state m is
+        token m + 1 + i of the text.
+        """
         network, states = self.network, []
         with torch.no_grad():
             embedded = self.target.get_input_embeddings()(sent(ids, newest.device)).to(newest.dtype)

@@ -356,8 +356,8 @@ def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the changes of the active adapters added, by the names that they have without
-    adapters."""
+    """Return the tensors with the changes of the active adapters added, by the names that they have without adapters.
+    state: the target's tensors by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merged = {name.replace(".base_layer.", "."): value for name, value in state.items()}

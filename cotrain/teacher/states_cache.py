@@ -80,8 +80,8 @@ class MemoryCache:
         return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
 
     def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
-        """Return the names of the texts' records. Records of these texts at other padded lengths are evicted, since
-        they are not used again."""
+        """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
+        None. Records of these texts at other padded lengths are evicted, since they are not used again."""
         width = ids.shape[1], 0 if source is None else source.shape[1]
         numbers = keys.tolist()
         for key in numbers:

@@ -72,7 +72,8 @@ def remembered(
     one guess is made. Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times
     as many), or if they need a gradient.
 
-    Either all guesses are pruned to the same ids, or none is pruned. temperature, truncate, chunk: see `chunked`.
+    Either all guesses are pruned to the same ids, or none is pruned. temperature: a number, (B,) or (B, T). truncate,
+    chunk: see `chunked`.
     """
     if not isinstance(target, FromStates) or target.trained:
         return target

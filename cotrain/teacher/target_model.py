@@ -283,8 +283,9 @@ _texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=No
 
 
 def _known_texts(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's text in its row, (B, T), or None if each row is one text. transformers calls
-    this function in each pass. Its own version waits for a GPU, while `_read` computes the answer on the CPU."""
+    """Return the number of each token's text in its row, (B, T), or None if each row is one text. position_ids (B, T).
+    transformers calls this function in each pass. Its own version waits for a GPU, while `_read` computes the answer on
+    the CPU."""
     known = _texts.get()
     if known is None:
         return find_packed_sequence_indices(position_ids)
@@ -318,8 +319,8 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors (B, S): the encoder inputs with padding ids in place of negative ones, and a mask that is 0 at
-    these."""
+    """Return two tensors (B, S) for encoder inputs `source` (B, S): the inputs with padding ids in place of negative
+    ones, and a mask that is 0 at these."""
     source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 

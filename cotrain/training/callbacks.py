@@ -333,13 +333,13 @@ class StandingWeights(Callback):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """Return the tensor, or this process's part of it if it is sharded."""
+    """Return a tensor, or only this process's part of it if it is sharded."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
-    """Return a copy of a tensor's entries at the flat indices `at` (n,). If it is sharded, the indices are into this
-    process's part."""
+    """Return a copy (n,) of a tensor's entries at the flat indices `at` (n,). If it is sharded, the indices are into
+    this process's part."""
     return _local(weight.detach()).flatten()[at]
 
 

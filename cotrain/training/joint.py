@@ -340,8 +340,8 @@ class JointTraining(Distillation):
         return divergences.kl(p, moved).sum()
 
     def _weight(self, kl: Tensor, batches: int) -> Tensor:
-        """Return the factor of the KL in a batch's loss. The multiplier is updated, in place, by the KL over all
-        processes. kl: mean per position, in nats. batches: the number of batches in the step."""
+        """Return the factor of the KL in a batch's loss, a scalar. The multiplier is updated, in place, by the KL over
+        all processes. kl (): mean per position, in nats. batches: the number of batches in the step."""
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon

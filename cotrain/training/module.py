@@ -332,8 +332,8 @@ class Distillation(lightning.LightningModule):
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Add values to the sums over the batches of a step. After the last batch, the sums become the figures of the
-        step."""
+        """Add scalars to the sums over the batches of a step. After the last batch, the sums become the figures of the
+        step. values: by name. watched: whether the figures of this step are logged."""
         _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
