@@ -276,7 +276,7 @@ class Joint(Settings):
 
 
 class Optimizer(Settings):
-    """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of all steps."""
+    """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
     presets = {"adamw": {}, "muon": {"kind": "muon"}}
 

@@ -287,7 +287,8 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
 
 
 def unreadable(data: Data, error: BaseException) -> ValueError:
-    """Return the ValueError to raise for an error of `datasets`. Its message names data.path and the reason."""
+    """Return a ValueError for an error that was raised while data.path was read. Its message names data.path and the
+    reason."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 

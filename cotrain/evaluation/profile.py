@@ -67,8 +67,8 @@ def profile(
 
 
 def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
-    """Return log-probabilities (n, V) as the engine serves them. logits (n, V). held: has the regime's top-k / top-p
-    cut."""
+    """Return log-probabilities (n, V) as the engine serves them at a temperature (0: one-hot). logits (n, V). held:
+    gives the regime's top-k / top-p cut."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served_logs(log_probs(logits, t), t, held.truncate)
 

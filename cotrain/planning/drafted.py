@@ -123,7 +123,7 @@ def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verif
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
-    """Return the forecast of the best tree, keyed by number of rows, without the rows for which there is no tree.
+    """Return the forecast of the best tree, keyed by number of rows. A number of rows without a tree has no entry.
     chains: forecasts of chains, keyed by number of rows."""
     distributions = plain_distributions(plan, texts) if plan.bench.trees else None
     if distributions is None:

@@ -61,8 +61,8 @@ class MeasuredCosts:
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """Return the costs after they are also scaled to `rounds`, which were timed later. rounds: keyed by draft
-        length."""
+        """Return new costs: `alone`, scaled to the earlier rounds and to `rounds` together. rounds: real rounds that
+        were timed later, keyed by draft length."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 

@@ -137,11 +137,11 @@ class Student(Protocol):
         return False
 
     def pruned_to(self, ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-        """Return the part of a head that has finite logits, or None if a token of the head can have no mass (padding in
-        the target's head).
+        """Return the part of a head that has finite logits, or None if some of the head's ids must not be drafted, as
+        the padding of a target's head.
 
-        ids (Vd,): the tokens of the head. head: states (n, D) -> logits (n, Vd). size: the number of ids that can have
-        mass.
+        ids (Vd,): the ids of the head. head: states (n, D) -> logits (n, Vd). size: the number of ids that can be
+        drafted.
         """
         if self.largest is None:
             self.largest = int(ids.max())

@@ -95,7 +95,8 @@ class EagleStudent(Student):
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the entries of the network's config that all kinds with the target's states have."""
+        """Return the sizes and special ids of the draft, as entries of the network's config, for every kind that reads
+        the target's states."""
         return sizes_of(draft, target, init.kind == "target_layers")
 
     @classmethod

@@ -233,7 +233,7 @@ def sampled_texts(
 
 
 def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
-    """Return how many texts of each split are wanted, and the lengths of prompts and texts."""
+    """Return how many texts of each split are wanted, and the most tokens of their prompts and continuations."""
     ask = cfg.rollout
     return Ask({"train": ask.texts, "held_out": ask.held_out_texts}, ask.prompt_tokens, ask.new_tokens)
 

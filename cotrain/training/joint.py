@@ -493,7 +493,8 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
 
 def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -> list[int]:
     """Return the indices of prompts that are independent of each other: the first prompt of each conversation or
-    document in the source, except prompts of which one begins with another.
+    document in the source. A prompt is also left out if it begins with an earlier returned prompt, or if an earlier
+    returned prompt begins with it.
 
     prompts: token ids of each. tokens: the most tokens of a prompt. A prompt that is not in the source, for example a
     shipped one, counts as a separate document.
