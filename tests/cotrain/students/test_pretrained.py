@@ -222,7 +222,7 @@ def test_check_accepts_a_folder_and_raises_before_weights_are_read(
     capsys.readouterr()
     assert run(place, tmp_path / "out", f"draft={kind}", f"draft.path={place / 'hydra'}", "check=true") == 1
     message = capsys.readouterr().err
-    assert f"draft.path={place / 'hydra'}: a draft of kind hydra; draft={kind} begins" in message
+    assert f"draft.path={place / 'hydra'}: a draft of kind hydra, but draft={kind} can only begin" in message
     other = copied(tmp_path / "other", place / kind)
     words = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = words["model"]["vocab"]
