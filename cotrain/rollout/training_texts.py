@@ -216,7 +216,7 @@ class Sampled:
         if len(rows) < sampled:
             print(
                 f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: they are empty, or the server "
-                "sends no token ids and they do not survive decoding and encoding"
+                "sends no token ids and they change when they are decoded and encoded again"
             )
         ends = ends_of(self.target)
         empty = sum(ends.issuperset(row["completion"]) for row in rows)
@@ -227,13 +227,13 @@ class Sampled:
             print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
             raise UserError(
-                "rollout.url: each of the server's texts is empty, or does not survive decoding and encoding: look at "
-                "what it answers to one of the prompts, or use a server that sends token ids, such as vLLM"
+                "rollout.url: each of the server's texts is empty, or changes when it is decoded and encoded again: "
+                "look at its answer to one of the prompts, or use a server that sends token ids, such as vLLM"
             )
         if empty == len(rows):
             raise UserError(
                 f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
-                "first token; look at what it answers to one of the prompts"
+                "first token: look at the answer to one of the prompts, or name another model"
             )
         if keep and beside(path, "parquet").is_file():
             earlier = numbered(path, ".parquet")
