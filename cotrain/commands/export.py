@@ -37,8 +37,9 @@ from inference.models.pretrained import longest_text
 
 
 def run(cfg: ExportConfig) -> None:
-    """Write the exported folder to `output`, and print its path and the launch command, or its README for llama.cpp and
-    other layouts without one. With check=<folder>, only check that folder and print what is wrong with it."""
+    """Write the exported folder to `output`. Print its path, and the launch command or the README that contains it.
+    With check=<folder>, only check that folder and print its problems. Raises UserError for settings that do not fit
+    together."""
     if cfg.check:
         if cfg.check is True:  # as other commands have it
             raise UserError(f"check=true: name the exported folder instead, for example check={cfg.output}")

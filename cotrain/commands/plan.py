@@ -1,4 +1,5 @@
-"""Command `cotrain plan`. It forecasts the speed of drafts at every draft length. No texts are timed, only rounds."""
+"""Command `cotrain plan`. It forecasts the speed of drafts at every draft length. Only rounds are timed; whole texts
+are timed with measure=true."""
 
 import copy
 import json

@@ -282,8 +282,8 @@ def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
 def shipped_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the distinct shipped prompts as two lists. The first third is used to rank checkpoints
-    and draft lengths, the rest to time the exported draft. Domains alternate in both lists.
+    """Return the token ids of the distinct shipped prompts as two lists. The first list, a third of them, is used to
+    rank checkpoints and draft lengths; the second to time the exported draft. Domains alternate in both lists.
 
     tokens: the length to which prompts are cut. encoder: whether the target has an encoder. The shipped inputs for
     encoders are then used instead, uncut because they are short.
