@@ -123,14 +123,12 @@ def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
         raise ValueError(
-            "url: the server counted no drafts for these texts: start it with a draft and with metrics "
-            "(vLLM: without --disable-log-stats)"
+            "url: the server counted no drafts: start it with a draft and metrics (vLLM: no --disable-log-stats)"
         )
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
         raise ValueError(
-            f"url: the server counted {counts}, which cannot be: repeat the comparison, since a restart sets the "
-            "counters back; if that does not help, use another version of the server"
+            f"url: the server counted {counts}, which cannot be: repeat this, or use another version of the server"
         )
     drafts = len(counted.by_depth) or max(k, math.ceil(counted.drafted / counted.rounds))  # rounds may be shorter
     if drafts != k:

@@ -33,9 +33,8 @@ def run(cfg: ServeCheckConfig) -> None:
         )
     if not figures.passed:
         raise UserError(
-            f"{cfg.url}: the server's acceptance differs by more than {server_parity.TOLERANCE:.0%} from this "
-            f"engine's, or from the prediction ({report['objective']}, k={report['k']}): check that the server uses "
-            "this draft and these settings"
+            f"{cfg.url}: the server's acceptance differs by more than {server_parity.TOLERANCE:.0%} from this engine's "
+            f"or the prediction: check that it uses this draft, {report['objective']} drafting and k={report['k']}"
         )
 
 

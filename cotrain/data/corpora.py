@@ -89,8 +89,7 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
             break
     if not documents:
         raise ValueError(
-            f"data.bytes: the corpus {domain!r} has no text for the split {split!r} on this machine: leave it out of "
-            "data.bytes= and data.held_out_bytes=, or set data.path= to texts of your own"
+            f"data.bytes: the corpus {domain!r} has no text for {split!r} here: leave it out, or set data.path="
         )
     return documents
 

@@ -227,8 +227,7 @@ def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
     start = first if first == tokenizer.bos_token_id else tokenizer.eos_token_id
     if start is None:
         raise ValueError(
-            "target.path: its tokenizer has no start token and no end token, one of which must separate texts: set "
-            "eos_token in its tokenizer_config.json"
+            "target.path: its tokenizer has no start or end token for texts: set eos_token in tokenizer_config.json"
         )
     return int(start)
 

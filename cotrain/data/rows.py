@@ -228,8 +228,7 @@ def _plain(messages: list[Message]) -> dict[str, Any]:
         )
     if any("tool_calls" in one for one in messages):
         raise ValueError(
-            "message 2 calls tools, which only a chat template can render: leave data.chat=false out, or name a target "
-            "whose tokenizer has a chat template"
+            "message 2 calls tools, which only a chat template can render: drop data.chat=false, or use another target"
         )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}

@@ -75,8 +75,7 @@ def files_of(path: str) -> dict[str, Path]:
         }
         if not matching_files:
             raise ValueError(
-                f"data.path: {path} has no file that ends in {', '.join(LOADERS)}, and no saved data set: name a "
-                "folder or file of texts"
+                f"data.path: {path} has no files {', '.join(LOADERS)}, or saved data set: name another folder"
             )
         return matching_files
     if place.is_file():
@@ -475,8 +474,7 @@ def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, le
     """Raise the errors of `pack_blocks`. Texts are tokenized only until one block is full."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "target.path: its tokenizer has no end token, which must separate texts: set eos_token in its "
-            "tokenizer_config.json, or trainer.corpus_steps=0"
+            "target.path: its tokenizer has no end token to separate texts: set eos_token in tokenizer_config.json"
         )
     start = start_token(tokenizer)
     streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))

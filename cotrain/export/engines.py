@@ -233,8 +233,7 @@ def layout_of(kind: str, engine: str) -> Any | None:
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
         raise UserError(
-            f"engine={engine}: no engine of the table loads {kind} drafts: serve them with cotrain's engine "
-            "(cotrain generate, cotrain bench)"
+            f"engine={engine}: no engine of the table loads {kind} drafts: use cotrain generate or cotrain bench"
         )
     student = student_class(kind)
     if student.features:

@@ -122,8 +122,7 @@ def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
             named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
         raise ValueError(
-            f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of the target's head: serve this "
-            "draft with cotrain's engine (cotrain generate, cotrain bench)"
+            f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of its head: use cotrain generate"
         )
     return named
 

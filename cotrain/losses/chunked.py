@@ -348,7 +348,6 @@ def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor)
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
         raise ValueError(
-            f"temperature must be a number, or a tensor of shape {tuple(shape[:1])} or {tuple(shape)}, with no value "
-            f"below 0; it is {t}"
+            f"temperature must be a number, or a tensor {tuple(shape[:1])} or {tuple(shape)}, none below 0; it is {t}"
         )
     return (t[:, None] if t.ndim == 1 else t).expand(shape).flatten()

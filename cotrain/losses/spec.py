@@ -95,8 +95,7 @@ def _weight_and_name(text: str, key: str) -> tuple[float, str]:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:
         raise ValueError(
-            f"{key}: the weight {weight.strip()!r} in {text.strip()!r} is not a number: write it as in "
-            f"0.5*{name.strip()}"
+            f"{key}: the weight {weight.strip()!r} in {text.strip()!r} is not a number: write it as in 0.5*kl"
         ) from None
 
 

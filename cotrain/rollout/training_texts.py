@@ -79,8 +79,7 @@ def start_of(target: PreTrainedModel) -> Start | None:
         return None
     if limits.features:
         raise ValueError(
-            f"target.path: the encoder of {type(target).__name__} reads features, not token ids: name a target whose "
-            "encoder reads token ids, or that has none"
+            f"target.path: the encoder of {type(target).__name__} reads features, not token ids: name another model"
         )
     if limits.start is None:
         raise ValueError(

@@ -208,8 +208,7 @@ def refuse_keys(draft: "Draft", *keys: str) -> None:
     for key in keys:
         if value := getattr(draft, key):
             raise ValueError(
-                f"draft.{key}={value}: {draft.kind} drafts have no such setting with this target or this init=: set "
-                f"draft.{key}=null"
+                f"draft.{key}={value}: {draft.kind} drafts have none with this target or init=: set draft.{key}=null"
             )
 
 

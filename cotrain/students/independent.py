@@ -421,8 +421,7 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     if info["mismatched_keys"]:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
         raise ValueError(
-            f"draft.path={path}: tensors have other shapes than its config.json says: {names}: use the config.json "
-            "that belongs to these weights"
+            f"draft.path={path}: its config.json is not for these weights: replace it; shapes differ in {names}"
         )
     require_sound(model, f"draft.path={path}")
     if ours > theirs:

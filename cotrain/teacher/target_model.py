@@ -87,14 +87,12 @@ def load_target(
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(
-            f"target.path: weights are missing in {path}: {', '.join(sorted(info['missing_keys']))}: name a complete "
-            "checkpoint"
+            f"target.path: {path} is incomplete, name a whole one: missing {', '.join(sorted(info['missing_keys']))}"
         )
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(
-                f"target.path: {path} has NaN or infinite weights in {name}: name an undamaged checkpoint, or another "
-                "target.dtype="
+                f"target.path: {path} has NaN or infinite weights in {name}: name another, or set target.dtype=float32"
             )
     unpack(model)
     own = model.dtype

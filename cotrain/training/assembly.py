@@ -41,8 +41,7 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
-                f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave "
-                "draft.path= out"
+                f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave it out"
             )
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")

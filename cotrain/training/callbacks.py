@@ -116,8 +116,7 @@ class MeasureSpeed(Callback):
         """Return the checkpoint with the highest tau. Raises ValueError if there was no validation."""
         if not self.checkpoints:
             raise ValueError(
-                "no checkpoint was measured, because the training ended before its first validation: raise "
-                "trainer.steps= or trainer.validations="
+                "no checkpoint was measured before the training ended: raise trainer.steps= or trainer.validations="
             )
         return max(self.checkpoints, key=lambda one: one.tau)
 
