@@ -75,7 +75,7 @@ def files_of(path: str) -> dict[str, Path]:
         }
         if not matching_files:
             raise ValueError(
-                f"data.path: {path} has no files {', '.join(LOADERS)}, or saved data set: name another folder"
+                f"data.path: {path} has neither files {', '.join(LOADERS)} nor a saved data set: name another folder"
             )
         return matching_files
     if place.is_file():
