@@ -1,7 +1,7 @@
-"""Expected target calls and tokens per call as functions of acceptance, the basis of the sequence losses.
+"""Expected target calls and tokens per target call as functions of acceptance. The sequence losses are built on them.
 
-The recursion is in `inference.verify.predict_chain`, because the exactness verdict needs it while serving. Its public
-functions are re-exported here; shapes of r, l, k and lengths are the same.
+The recursion itself is in `inference.verify.predict_chain`, because the exactness verdict needs it while serving. Its
+public functions are re-exported here. The shapes of r, l, k and lengths are the same as there.
 """
 
 import torch
@@ -29,32 +29,40 @@ __all__ = [
 
 
 def iid_tau(alpha: float, K: int) -> float:
-    """Return tokens per target call if acceptances were independent with the same probability alpha. The value is
-    sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
+    """Return the tokens per target call at draft length K if every drafted token were accepted independently with
+    probability alpha: sum_{i<=K} alpha^i = (1 - alpha^(K+1)) / (1 - alpha).
 
-    Use it only as a sanity bound: if alpha varies, it is too low (Leviathan et al. 2023, arXiv 2211.17192).
+    Use it only as a sanity bound: if alpha varies between positions, the value is too low (Leviathan et al. 2023, arXiv
+    2211.17192).
     """
     return float(sum(alpha**i for i in range(K + 1)))
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls of each text as a loss -> (B,), differentiable in r. r, k and lengths:
-    see `expected_calls`."""
+    """Return the expected number of target calls for each text as a loss (B,), differentiable in r.
+
+    r (B, T), or (B, T, K) with the depth last: the acceptance of each token. k: draft length, an int, (B,) or (B, T).
+    lengths (B,): tokens in each text; None for T. See `expected_calls`.
+    """
     return expected_calls(r, k, lengths)
 
 
 def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return `calls` under block verification -> (B,), differentiable in l. l: log q - log p of each token of the
-    texts. k and lengths: see `expected_calls_block`."""
+    """Return the expected number of target calls for each text under block verification, as a loss (B,), differentiable
+    in l.
+
+    l (B, T), or (B, T, K) with the depth last: log q - log p of each token. k: draft length, an int, (B,) or (B, T).
+    lengths (B,): tokens in each text; None for T. See `expected_calls_block`.
+    """
     return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the number of target calls that a unit of acceptance saves at each token: -d calls / d r, detached, with
-    the shape of r. r, k and lengths: see `expected_calls`.
+    """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, with the
+    shape of r. r (B, T) or (B, T, K), k and lengths: see `calls`.
 
-    If the loss `tv` is weighted with them at each position, its gradient is that of `calls` with alpha in place of the
-    sampled ratio. alpha has less variance. For r (B,T) no weight is negative.
+    With these weights at each position, the loss `tv` has the gradient of `calls` with alpha in place of the sampled
+    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()

@@ -58,7 +58,7 @@ FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (by default that of this process) and return the exit status.
+    """Run the command line `argv` (None: the arguments of this process) and return the exit status.
 
     The status is 0 after success, 1 after a failure, and 2 if the command line is wrong. It is 130 after SIGINT, 143
     after SIGTERM, and 141 if standard output was closed.
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(number: int, _: object) -> None:
-    """End the command by the first signal, and the process at once by a second one."""
+    """Raise KeyboardInterrupt at the first signal. A second signal ends the process at once."""
     signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt
 
@@ -159,14 +159,15 @@ def _hydra(name: str, arguments: list[str]) -> int:
 
 
 def _compared(name: str, outputs: list[str]) -> None:
-    """Call the command's function `swept`, if it has one, with the output folders of the jobs of a sweep."""
+    """Call the function `swept` of the command's module, if it has one. outputs: the output folders of a sweep's
+    jobs."""
     swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
     if swept:
         swept(outputs)
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
-    """Return settings, as key=value, that keep Hydra from writing files of its own. Those that the user set in
+    """Return settings (key=value) that keep Hydra from writing files of its own. Settings that the user gave in
     `arguments` are left out. scratch: a temporary folder."""
     from cotrain.config.overrides import literal
 
@@ -185,11 +186,11 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
 
 
 def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[str]) -> tuple[int, float | None]:
-    """Run one job. Return its exit status, and the value that the command returns or None. The job's output folder is
-    appended to `outputs`.
+    """Run one job. Return its exit status, and the value that the command returned (None after a failure). The job's
+    output folder is appended to `outputs`.
 
-    arguments: the settings that the user typed, as key=value. Errors are printed here, since Hydra would add its own
-    lines to an exception that reaches it.
+    arguments: the settings that the user gave, as key=value. Errors are printed here, because Hydra would add its own
+    lines to an exception.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -233,7 +234,8 @@ def quiet() -> None:
 
 
 def _refuse_paths(name: str, settings: Any) -> None:
-    """Raise UserError for an output that overlaps with an input, and for a local path that does not exist."""
+    """Raise UserError if an output overlaps with an input, or if a local path does not exist. Warn if target.path= is a
+    draft folder."""
     from cotrain.config.settings import flat
     from cotrain.run_folder import refuse_overlap, refuse_unfinished
     from inference.drafts.bundled_target import refuse_missing
@@ -243,8 +245,8 @@ def _refuse_paths(name: str, settings: Any) -> None:
     target = (values.get("target") or {}).get("path")
     if target and os.path.isfile(os.path.join(target, "cotrain.json")):
         print(
-            f"target.path={target} is a draft folder, which draft.path= names: the target is the model that it "
-            "drafts for",
+            f"warning: target.path={target} is a draft folder: set draft.path={target}, and set target.path= to the "
+            "model that it drafts for",
             file=sys.stderr,
         )
     for key, value in flat(values):
@@ -260,8 +262,11 @@ def _refuse_paths(name: str, settings: Any) -> None:
 
 
 def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
-    """Return the job's output folder, None if the command has none. In a sweep, `cfg` is changed: `output` becomes a
-    folder in it that is named by the swept values, as in `output/lr=0.1,k=4`, and `label` is set if it is null."""
+    """Return the job's output folder, or None if the command has none.
+
+    In a sweep, `cfg` is changed in place: `output` becomes a subfolder that is named by the job's swept values, for
+    example `output/lr=0.1,k=4`, and `label`, if it is None, becomes these values without the seed.
+    """
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.types import RunMode
@@ -275,7 +280,9 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
         title = ",".join(values) or f"job {hydra.job.num}"
         print(f"cotrain {name}: {title}", file=sys.stderr)
         if "trainer" in has and cfg.trainer.devices * cfg.trainer.nodes > 1:
-            raise UserError("trainer.devices, trainer.nodes: the jobs of a sweep run in one process each")
+            raise UserError(
+                "trainer.devices, trainer.nodes: each job of a sweep runs in one process: set both to 1, or drop -m"
+            )
         if "label" in has and cfg.label is None:
             cfg.label = ",".join(text for text in values if text.partition("=")[0] not in SEEDS) or None
         if "output" in has and "output" not in swept:
@@ -284,8 +291,8 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
 
 
 def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> int:
-    """Print why no job ran, and return the exit status: 2 for an error of Hydra, which `explain` rewords, else that of
-    `_failed`."""
+    """Print why no job ran, and return the exit status: 2 for an error of Hydra, which `explain` rewords, otherwise the
+    status that `_failed` returns."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -299,9 +306,11 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print why a job failed, and return its exit status: 1, or 141 if standard output was closed. A ValueError, an
-    OSError, a full disk and a lost process are printed as one line. Any other error is printed with its traceback, and
-    with COTRAIN_TRACEBACK=1 all are. output: the job's folder, for the message of a full disk."""
+    """Print why a job failed, and return its exit status: 1, or 141 if standard output was closed.
+
+    A ValueError, an OSError, a full disk and a lost process are printed as one line. Any other error is printed with
+    its traceback; with COTRAIN_TRACEBACK=1 every error is. output: the job's folder, for the message about a full disk.
+    """
     from hydra.errors import InstantiationException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
@@ -322,8 +331,8 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
 
 
 def _full(error: BaseException, output: str | None) -> str:
-    """Return the message for a full disk. It names the file or, if `error` names none, the free space of each disk on
-    which the job writes. output: the job's folder."""
+    """Return the message about a full disk. It names the file in `error`. Without one, it lists the free space of the
+    disks on which the job writes. output: the job's folder."""
     if isinstance(error, OSError) and error.filename:
         return f"no space left for {error.filename}: it was not written, and no partial file remains"
     cache = os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface")
@@ -346,8 +355,8 @@ def _message(error: BaseException) -> str:
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Return whether a `raise` statement of cotrain or inference raised the error. The message was then written for the
-    user."""
+    """Return whether a `raise` statement of cotrain or inference raised the error, so that its message was written for
+    the user."""
     for frame, line in list(traceback.walk_tb(error.__traceback__))[-1:]:
         ours = frame.f_globals["__name__"].partition(".")[0] in ("cotrain", "inference")
         return ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise ")

@@ -1,4 +1,4 @@
-"""Output of a command. It is the command's answer, as text or as one JSON object, and the progress of long jobs."""
+"""The output of a command: its answer, as text or as one JSON object, and the progress of long jobs."""
 
 import json
 import math
@@ -16,8 +16,8 @@ Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Yield a function that prints the command's answer on standard output. as_json: the function prints the object,
-    and until the block ends all other prints go to standard error."""
+    """Yield a function (object, text) that prints the command's answer on standard output. Without `as_json` it prints
+    the text. With `as_json` it prints the object as JSON, and all other prints in the block go to standard error."""
     if not as_json:
         yield lambda _, words: print(words)
         return
@@ -27,7 +27,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 
 
 def strict(answer: Any) -> Any:
-    """Return a JSON value with None in place of NaN and infinity, which JSON does not have."""
+    """Return a JSON value in which NaN and infinity are replaced by None, since JSON has neither."""
     if isinstance(answer, Mapping):
         return {key: strict(value) for key, value in answer.items()}
     if isinstance(answer, list | tuple):
@@ -41,16 +41,18 @@ Say = Callable[[str], None]
 
 
 class Display:
-    """The progress of a job: a bar on a terminal, else lines. Use it as a context manager, so that the bar is closed.
+    """The progress of a job: a bar on a terminal, otherwise lines. Use it as a context manager, so that the bar is
+    closed.
 
     Args:
-        title: what the bar or line begins with.
-        total: the units of the whole job; unit: their name.
-        start_at: the units that were done before.
-        say: a function that `to` calls with each line, instead of printing it.
-        hidden: nothing is printed.
-        brief: lines are printed without a bar, and none if the job ends within `SHORT` seconds. It is meant for a job
-            inside another job.
+        title: the beginning of the bar or line.
+        total: the number of units in the whole job.
+        unit: the name of a unit.
+        start_at: the number of units that were done before.
+        say: a function that receives each line, instead of printing; None to print.
+        hidden: print nothing.
+        brief: print lines without a bar, and none if the job ends within `SHORT` seconds. This is for a job inside
+            another job.
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class Display:
         self.close()
 
     def to(self, done: float, note: str = "", total: float | None = None) -> None:
-        """Show that `done` units are done. note: text that is added to the line, until another note replaces it. total:
-        a new number of units of the whole job; None: it stays."""
+        """Show that `done` units are done. note: text at the end of the line; "" leaves the previous note. total: a new
+        number of units in the whole job; None leaves it unchanged."""
         self.done, self.note = done, note or self.note
         self.total = self.total if total is None else total
         if self.bar:
@@ -97,7 +99,7 @@ class Display:
 
     @property
     def left(self) -> float | None:
-        """Return the expected seconds to the end, at the mean speed so far, or None before the first unit."""
+        """Return the expected seconds to the end at the mean speed so far, or None before the first unit."""
         units = self.done - self.start_at
         return (time.monotonic() - self.start) / units * (self.total - self.done) if units > 0 else None
 
@@ -134,8 +136,7 @@ Counter = Callable[[int], None]  # adds to the number of units that are done
 
 @contextmanager
 def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterator[Counter]:
-    """Show a brief `Display`. Yield a function that is called with the number of units that were done since its last
-    call."""
+    """Show a brief `Display`. Yield a function whose argument is the number of units done since its last call."""
     with Display(title, total, unit, hidden=hidden, brief=True) as display:
         yield lambda count: display.to(display.done + count)
 

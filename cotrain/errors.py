@@ -5,13 +5,13 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """An error that the user can correct. The command line prints its message without a traceback, so the message names
-    the setting or file to change."""
+    """An error that the user can correct. The command line prints only its message, without a traceback, so the message
+    must name the setting or file to change."""
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Raise UserError, with the same message in one line, for a ValueError or OSError in the block."""
+    """Turn a ValueError or OSError in the block into a UserError with the same message on one line."""
     try:
         yield
     except UserError:
@@ -21,8 +21,8 @@ def user_errors() -> Iterator[None]:
 
 
 class NotFinite(UserError):
-    """An error for a loss that is NaN or infinite, raised before the optimiser step. said: the message. ids: token ids
-    of the texts in the batch."""
+    """Raised before the optimiser step if the loss is NaN or infinite. said: the message. ids: token ids of each text
+    in the batch."""
 
     def __init__(self, said: str, ids: list[list[int]]) -> None:
         super().__init__(said)
@@ -30,7 +30,7 @@ class NotFinite(UserError):
 
 
 class Interrupted(BaseException):
-    """The end of a run by a signal. signum: 2 for SIGINT, 15 for SIGTERM. said: the message, which names what was
+    """Raised when a signal ends a run. signum: 2 for SIGINT, 15 for SIGTERM. said: the message, which names what was
     saved.
 
     It is not an Exception, so that `except Exception` does not catch it.

@@ -1,4 +1,4 @@
-"""Folders of settings, data and shipped drafts that belong to the code, in a checkout and in an installed wheel."""
+"""The folders of settings, data and shipped drafts that belong to the code, in a checkout and in an installed wheel."""
 
 import os
 from difflib import get_close_matches
@@ -12,30 +12,29 @@ DRAFTS = "drafts"  # in data/: a draft folder for each name
 def folder(name: str, package: Path | None = None) -> Path:
     """Return the folder `name` ("conf" or "data") that belongs to the running code.
 
-    A wheel packs `conf/` as `cotrain/_conf` and `data/` as `cotrain/_data`; in a checkout they are next to `cotrain/`.
-    The packed folder is tried first, since a folder next to an installed package may belong to another one.
+    A wheel packs `conf/` as `cotrain/_conf` and `data/` as `cotrain/_data`. In a checkout both are next to `cotrain/`.
+    The packed folder is tried first, since a folder next to an installed package may belong to another package.
 
     Args:
         name: "conf" or "data".
-        package: the folder of the package `cotrain`; by default the parent folder of this file.
+        package: the folder of the package `cotrain`; None for the folder of this file.
 
-    Raises:
-        FileNotFoundError: neither folder exists; the message names both.
+    Raises FileNotFoundError, which names both places, if neither folder exists.
     """
     package = package or Path(__file__).resolve().parent
     places = (package / f"_{name}", package.parent / name)
     for place in places:
         if place.is_dir():
             return place
-    raise FileNotFoundError(f"no folder {name!r}: neither {places[0]} nor {places[1]} exists")
+    raise FileNotFoundError(f"no folder {name!r}: neither {places[0]} nor {places[1]} exists: install cotrain again")
 
 
 def draft_folder(path: str, hub: bool = False) -> str:
-    """Return the folder that draft.path= means.
+    """Return the folder that draft.path= stands for.
 
-    A path with "/" or of an existing file or folder is returned unchanged. Any other name is that of a shipped draft, a
-    folder in data/drafts. hub: whether a name that no shipped draft has may be a hub id; it is then returned unchanged.
-    Otherwise UserError is raised, which lists the shipped drafts.
+    A path with "/", and an existing file or folder, is returned unchanged. Any other name should be a shipped draft's,
+    a folder in data/drafts. hub: whether an unknown name may be a hub id, which is then returned unchanged. Otherwise
+    UserError is raised, which lists the shipped drafts.
     """
     if "/" in path or os.path.lexists(path):
         return path

@@ -1,4 +1,4 @@
-"""The rank of this process. It can be read before the processes of a run are connected."""
+"""The rank of this process, which can be read before the processes of a run are connected."""
 
 import os
 import re
@@ -15,20 +15,20 @@ LOST = re.compile(r"onnection (was likely )?(closed|reset)|[Bb]roken pipe|remote
 
 
 def rank() -> int:
-    """Return the rank of this process among all, as its launcher (Lightning, torchrun, SLURM) set it. A single process
-    has rank 0."""
+    """Return this process's rank among all processes of the run, as its launcher (Lightning, torchrun, SLURM) set it; 0
+    for a single process."""
     return int(getattr(rank_zero_only, "rank", None) or 0)
 
 
 def local_rank() -> int:
-    """Return the rank of this process on its machine, from LOCAL_RANK (torchrun, Lightning) or SLURM_LOCALID. It is 0
-    if neither is set."""
+    """Return this process's rank on its machine, from LOCAL_RANK (torchrun, Lightning) or SLURM_LOCALID; 0 if neither
+    is set."""
     return int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
 
 
 def awaited(ready: Callable[[], bool], first: str) -> None:
-    """Wait until `ready()` is true, which is called once a second. It is for a result that the first of several
-    processes produces.
+    """Wait until `ready()` returns true; it is called once a second. This is for a result that the first process
+    produces.
 
     first: a description of that process, for the error message. Raises UserError if the parent of this process ends.
     """
@@ -40,5 +40,5 @@ def awaited(ready: Callable[[], bool], first: str) -> None:
 
 
 def process_lost(error: BaseException) -> bool:
-    """Return whether an error of torch's collectives says that another process of the run has ended."""
+    """Return whether the error means that another process of the run has ended; torch's collectives then raise it."""
     return isinstance(error, RuntimeError) and bool(LOST.search(str(error)))

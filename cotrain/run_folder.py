@@ -1,7 +1,7 @@
 """The output folder of a run. One process uses it at a time, an unfinished run is resumed, and only runs are replaced.
 
-`run.json` marks a folder as a run of cotrain. It names the command and the state. `run.lock` is locked while a process
-works in the folder.
+`run.json`, the marker, shows that a folder has a run of cotrain, and stores its command and state. `run.lock` is locked
+while a process works in the folder.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each t
 
 @dataclass
 class RunFolder:
-    """A claimed output folder. state: the state of the run when the folder was claimed, see `claim`."""
+    """A claimed output folder. state: the run's state when the folder was claimed, see `claim`."""
 
     path: Path
     state: State
@@ -45,14 +45,14 @@ class RunFolder:
     changed: tuple[str, ...] = ()  # settings that differ from those of a finished run, and have no effect any more
 
     def finish(self) -> None:
-        """Mark the run as finished, and delete the one that it replaces."""
+        """Mark the run as finished, and delete the run that it replaces."""
         _mark(self.path, "finished", self.settings, self.command)
         shutil.rmtree(self.path / REPLACED, ignore_errors=True)
 
 
 def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
-    """Raise UserError if a folder that `command` writes contains one of its inputs, lies in one, or has a run of
-    another command. The message names the key to change.
+    """Raise UserError, which names the key to change, if a folder that `command` writes contains one of its inputs,
+    lies in one, or has a run of another command.
 
     values: all settings of `command`, nested. Inputs are the paths in them, and the target, adapter and datastore that
     draft folders name. Paths are compared both with and without resolving symbolic links.
@@ -79,8 +79,8 @@ def refuse_overlap(command: str, values: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_command(command: str, key: str, folder: Path) -> None:
-    """Raise UserError for a run of another command. A marker of an older version names no command. If it has settings,
-    it counts as one of `train`, else as one of `UNNAMED`."""
+    """Raise UserError if the folder has a run of another command. The marker of an older version names no command: with
+    settings it counts as a run of `train`, without as one of `UNNAMED`."""
     marker = read_marker(folder)
     if marker is None:
         return
@@ -93,10 +93,10 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
 
 
 def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder of the setting `key` has files that this command did not write.
+    """Raise UserError if the folder that the setting `key` names has files that this command did not write.
 
-    name: a file that each folder of the command has, and which contains `text`. written: patterns of the names of its
-    other files.
+    name: a file that every folder of this command has, and which contains `text`. written: patterns for the names of
+    its other files.
     """
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
@@ -114,8 +114,8 @@ def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: s
 
 
 def _paths(value: object, absent: bool) -> list[str]:
-    """Return the paths that a setting names: paths that exist, and matches of a glob pattern. absent: whether a path
-    that does not exist is returned too."""
+    """Return the paths in a setting's value: existing paths, and the matches of a glob pattern. absent: whether paths
+    that do not exist are returned too."""
     texts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str) and one]
     present = [text for text in texts if absent or os.path.lexists(text)]
     return present + [path for text in texts if text not in present for path in glob.glob(text, recursive=True)]
@@ -135,12 +135,13 @@ def _named_by(folder: Path) -> list[str]:
 
 
 def _entries(path: str) -> list[str]:
-    """Return the paths of the symbolic links in a folder, [] for a file."""
+    """Return the paths of the symbolic links in a folder; [] for a file."""
     return [entry.path for entry in os.scandir(path) if entry.is_symlink()] if Path(path).is_dir() else []
 
 
 def _within(path: str, folder: str) -> bool:
-    """Return whether a path is `folder` or lies in it. If the path is a symbolic link, its target is tested too."""
+    """Return whether a path is `folder` or lies in it. If the path is a symbolic link, the path it points to is tested
+    too."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
     link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
@@ -157,20 +158,20 @@ def claim(
     """Lock the output folder `path` of a run until the block ends, and yield it. `RunFolder.finish` marks the run as
     finished.
 
-    The state of the yielded folder is "new" if the folder was absent or empty, or if the run in it was moved. Otherwise
-    it is that of the run: "unfinished", which is to be resumed, or "finished". A run is moved in three cases:
-
-        - `overwrite` is set: to the folder `REPLACED` in `path`, which is deleted when the new run is finished.
-        - A command of `REPEATED` finds a finished run and `overwrite` is not set: to a new folder beside `path`.
-        - The folder `REPLACED` has a run whose replacement was given up, and `overwrite` is not set: beside `path`.
+    The yielded state is "new" if the folder was absent or empty, or if its run was moved away. Otherwise it is the
+    state of the run in the folder: "unfinished" (to be resumed) or "finished". A run is moved away in three cases:
+        - With `overwrite`: to the folder `REPLACED` in `path`, which is deleted when the new run is finished.
+        - Without `overwrite`, if a command in `REPEATED` finds a finished run: to a new folder next to `path`.
+        - Without `overwrite`, if the folder `REPLACED` has a run that was to be replaced: to a new folder next to
+            `path`.
 
     settings: JSON values that identify the run. They are stored in `run.json`, and a later claim must give the same
-    ones. None: they are not compared. kind: a function that says what a changed setting means. "same": it has not
-    changed. "free": it may change. "longer": it may change, and a finished run becomes unfinished. "other": it may not
-    change. None: no setting may change. command: the command that claims the folder.
+    ones. None: they are not compared. kind: a function that returns the meaning of a changed setting. "same": it counts
+    as unchanged. "free": it may change. "longer": it may change, and a finished run becomes unfinished. "other": it may
+    not change. None: no setting may change. command: the command that claims the folder.
 
-    Raises UserError, naming the key to change, if another process uses the folder, if a setting differs, or if the
-    folder has files but is not a run of cotrain. Such files are never deleted, even with `overwrite`.
+    Raises UserError, which names the key to change, if another process uses the folder, if a setting differs, or if the
+    folder has files but no run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
@@ -198,7 +199,7 @@ def claim(
 
 
 def _keep(path: Path, root: Path) -> None:
-    """Move the files of the run in `root` to a new folder beside `path`, the marker last, and print a line."""
+    """Move the files of the run in `root` to a new folder next to `path`, the marker last, and print a line."""
     # the files are moved and not their folder, which may be a link or the working directory
     (place := numbered(path.resolve())).mkdir()
     for entry in sorted(root.iterdir(), key=lambda entry: entry.name == MARKER):
@@ -208,8 +209,8 @@ def _keep(path: Path, root: Path) -> None:
 
 
 def numbered(path: Path, ending: str = "") -> Path:
-    """Return the first of the paths `path`-1, `path`-2, ... that is not used yet. ending: of the file for which the
-    path is meant, such as ".parquet"."""
+    """Return the first unused path among `path`-1, `path`-2, ... ending: the extension of the file that will be written
+    there, for example ".parquet"; "" for a folder."""
     names = (f"{path.name}-{number}" for number in count(1))
     return next(path.with_name(name) for name in names if not os.path.lexists(path.with_name(f"{name}{ending}")))
 
@@ -217,8 +218,8 @@ def numbered(path: Path, ending: str = "") -> Path:
 def refuse_folder(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
-    """Raise the UserError that `claim` would raise with the same arguments. Otherwise return the state that it would
-    give. Nothing is changed, so commands call this before minutes of work."""
+    """Raise the UserError that `claim` would raise with the same arguments. Otherwise return the state that `claim`
+    would yield. Nothing is changed, so commands call this before minutes of work."""
     path = Path(path)
     _usable(path)
     if (path / LOCK).exists():
@@ -250,7 +251,7 @@ def writable(key: str, path: str | Path) -> None:
 
 @contextmanager
 def held(path: str | Path) -> Iterator[Path]:
-    """Lock a folder until the block ends, and yield it. It is created if it is absent, and may have any files, since it
+    """Lock a folder until the block ends, and yield it. It is created if it is absent. It may have any files, since it
     is no run."""
     path = Path(path)
     _folder(path)
@@ -259,7 +260,7 @@ def held(path: str | Path) -> Iterator[Path]:
 
 
 def resumable(path: str | Path, settings: Mapping[str, Any]) -> bool:
-    """Return whether the folder has an unfinished run of exactly these settings."""
+    """Return whether the folder has an unfinished run with exactly these settings."""
     marker = read_marker(Path(path)) or {}
     return marker.get("state") == "unfinished" and marker["settings"] == json.loads(json.dumps(dict(settings)))
 
@@ -310,8 +311,8 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """Return the run in the locked folder `path`. If `overwrite` is set, or an earlier move was interrupted, its files
-    are moved to `REPLACED` first."""
+    """Return the run in the locked folder `path`. With `overwrite`, or if an earlier move was interrupted, the files of
+    the run are moved to `REPLACED` first."""
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker, command)
@@ -330,8 +331,8 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """Return the changed settings as key -> what the change means, see `claim`. before: of the stored run; wanted: of
-    this one. Raises UserError if one of them may not change."""
+    """Return the changed settings as key -> meaning of the change, see `claim`. before: settings of the stored run.
+    wanted: settings of this run. Raises UserError if a setting may not change."""
     old, new = (
         {key: value for key, value in flat(values) if not isinstance(value, dict)} for values in (before, wanted)
     )
@@ -348,10 +349,10 @@ def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: J
 
 
 def _empty(path: Path, marker: dict[str, Any], command: str) -> None:
-    """Move all files except the lock to the folder `REPLACED`. If that folder has a run already, which `path` was meant
-    to replace, the files are deleted instead.
+    """Move all files except the lock to the folder `REPLACED`. If this folder already has a run, the files are deleted
+    instead: they belong to an unfinished run that was to replace it.
 
-    The marker has the state "emptying" meanwhile, so that the next claim continues if this process is killed.
+    Meanwhile the marker has the state "emptying", so that the next claim continues if this process is killed.
     """
     replaced, old = path / REPLACED, path / REPLACED / f"{MARKER}.new"
     if marker["state"] == "finished":  # what is there was to be deleted when this run was finished
@@ -374,14 +375,14 @@ def _empty(path: Path, marker: dict[str, Any], command: str) -> None:
 
 
 def _foreign(path: Path) -> bool:
-    """Return whether the folder has files but no marker of cotrain. A lock or an incomplete marker does not count."""
+    """Return whether the folder has files but no marker of cotrain. A lock and an incomplete marker do not count."""
     ours = all(entry.name == LOCK or entry.name.startswith(f".{MARKER}.") for entry in path.iterdir())
     return not ours and read_marker(path) is None
 
 
 def read_marker(path: Path) -> dict[str, Any] | None:
     """Return the content of the marker in `path`, without settings that no longer exist and had no effect. Return None
-    if there is no marker, or only a `run.json` of another program."""
+    if there is no marker, or if `run.json` is from another program."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
@@ -430,8 +431,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is(file: Path, handle: int) -> bool:
-    """Return whether the open file `handle` is still the one at the path `file`, which may have been removed and
-    created again."""
+    """Return whether `handle` is still the file at the path `file`. The file may have been removed and created
+    again."""
     try:
         return os.path.samestat(file.stat(), os.fstat(handle))
     except FileNotFoundError:

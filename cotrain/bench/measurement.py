@@ -50,12 +50,13 @@ REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
-    """Time speculative decoding at draft length k and plain decoding, in turn, on a few prompts. Return figures by
-    name.
+    """Time speculative decoding at draft length k and plain decoding, batch by batch in turn, on bench.quick_prompts
+    prompts. Return the figures by name:
 
-    They are: speedup with its 95 % interval low, high (nan for a single batch), tau, tokens_per_second, and
-    share_of_cost_table. The last one is the measured decoding speed-up, divided by the one that is predicted from tau
-    and the seconds of a round. These seconds are measured separately, once for all checkpoints.
+    speedup with the ends of its 95 % interval (low, high; NaN for a single batch), tau, tokens_per_second, and
+    share_of_cost_table. The last is the measured decoding speed-up divided by the predicted one. The prediction uses
+    tau and the seconds of a round. These seconds are measured separately, once for all checkpoints, and stored in
+    `plan.known`.
     """
     arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
@@ -76,7 +77,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. New tokens are marked as
+    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. Each new token is marked as
     drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
@@ -90,8 +91,8 @@ def sample_text(plan: Plan, k: int) -> str:
 
 
 def prepare(plan: Plan) -> None:
-    """Calibrate a draft whose kind needs it, and store the result in its config, in place. The ranking prompts are used
-    for it, which are not timed later."""
+    """Calibrate a draft if its kind needs it, and store the result in the network's config, in place. Only ranking
+    prompts are used, since these are not timed later."""
     if not student_class(plan.kind).calibrated:
         return
     size, replayed = plan.bench, plan.target.device.type == "cuda"
@@ -109,24 +110,26 @@ def prepare(plan: Plan) -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """The time for a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds means no limit."""
+    """The time limit of a measurement: `seconds` from `start`, a value of time.perf_counter(). 0 seconds means no
+    limit."""
 
     seconds: float
     start: float
 
     def until(self, share: float) -> float:
-        """Return the value of time.perf_counter() at which this share of the time is over. It is inf without a
+        """Return the value of time.perf_counter() at which `share` (0 to 1) of the time is over; inf without a
         limit."""
         return self.start + share * self.seconds if self.seconds else inf
 
     def over(self, share: float) -> bool:
-        """Return whether this share of the time is over."""
+        """Return whether `share` (0 to 1) of the time is over. Always False without a limit."""
         return time.perf_counter() > self.until(share)
 
 
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Measure in full, and return the report. It has the draft length or tree chosen by costs, speed with intervals,
-    exactness, parity and greedy decoding. extra: further entries of the report's `extra`."""
+    """Measure the draft in full, and return the report. The report has the chosen draft length or tree, the speed-up
+    with its interval, the exactness verdict, the parity figures and greedy decoding. extra: further entries for the
+    report's `extra`."""
     size = plan.bench
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: costs of rounds and acceptance, to choose the draft length")
@@ -207,8 +210,8 @@ def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
 
 
 class TimingDisplay(Display):
-    """The progress of a timing. batches: how many are timed. until: the deadline, a value of time.perf_counter(); inf
-    for none. With a deadline, seconds are counted instead of batches."""
+    """The progress of a timing. batches: how many batches are timed at least. until: the deadline, a value of
+    time.perf_counter(), or inf for none. With a deadline, seconds are counted instead of batches."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()
@@ -217,13 +220,13 @@ class TimingDisplay(Display):
         super().__init__("bench: timing", total, unit)
 
     def known(self, _: int, within: float) -> None:
-        """Store how narrow the interval is, for the next line. within: the largest distance of its ends from the
-        speed-up, as a share of the speed-up."""
+        """Store the width of the interval for the next line. within: the larger distance of an end of the interval from
+        the speed-up, as a share of the speed-up; inf if there is no interval yet."""
         if within < inf:
             self.near = f"interval within {100 * within:.0f} % of the speed-up"
 
     def turned(self, done: int) -> None:
-        """Show that `done` batches were timed."""
+        """Show that `done` batches were timed so far."""
         spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
             note += ", the time is over: only batches that the interval needs are still timed"
@@ -235,11 +238,11 @@ class TimingDisplay(Display):
 
 def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[str, Any] | None:
     """Compare the predicted and the measured number of target calls on at least `parity_tokens` tokens, and return the
-    figures. If the time is over, fewer tokens are used, but at least FEW texts.
+    figures by name. If the time is over, fewer tokens are used, but at least FEW texts.
 
-    The prompts are final ones, beginning after those that were timed, and the random numbers are new. k: the draft
-    length. until: the deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled
-    rule, whose calls cannot be predicted from the text.
+    The prompts are final ones that were not timed, and the random numbers are new. k: the draft length. until: the
+    deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled rule, because its
+    calls cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
@@ -272,8 +275,9 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
 
 
 def measure_greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
-    """Return the speed-up of the draft and of n-gram look-up over plain decoding at temperature 0, at which small
-    models repeat themselves. k: the draft length. late: whether the time is over, so only two prompts are used."""
+    """Time greedy decoding (temperature 0), at which small models repeat themselves. Return the number of prompts, and
+    for the draft ("speculative") and n-gram look-up ("ngram") the speed-up over plain decoding and tau. k: the draft
+    length. late: whether the time is over; then only two prompts are used."""
     size = plan.bench
     engines = {"speculative": plan.engine(k), "ngram": plan.engine(k, proposer=NGram()), "plain": plan.plain()}
     arms = plan.arms(engines, Sampling(temperature=0))
@@ -290,8 +294,8 @@ def measure_greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of the rounds in which a few final prompts are decoded, for the page (see
-    `inference.report.replay`). extra: the `extra` of the report, which names the draft length or tree."""
+    """Decode a few final prompts, and return the record of their rounds for the page (see `inference.report.replay`).
+    extra: the report's `extra`, which has the draft length or the tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

@@ -1,7 +1,8 @@
-"""Comparison of the tau of a draft in a running server with the tau predicted on its texts, and with this engine's tau.
+"""Comparison of a draft's tau in a running server with the tau predicted on the server's texts, and with this engine's
+tau.
 
 A server samples the first token of a text in the prefill, without a round, so its tau is (tokens - texts) / rounds. In
-this engine every token comes from a round. A server's counters give only the total of rounds of all texts.
+this engine every token comes from a round. A server counts only the total number of rounds, not the rounds per text.
 """
 
 import math
@@ -37,14 +38,15 @@ class Parity:
     """The result of the comparison.
 
     Args:
+        tokens: the number of tokens that the server generated, without the first of each text.
         speed: the server's tokens per second, over HTTP.
-        rounds: the server's.
+        rounds: the number of rounds that the server counted.
         served: the server's tau.
         predicted: the tau that is predicted on the server's texts.
-        z: standard score of the server's rounds under this prediction.
+        z: standard score of the server's number of rounds under this prediction.
         ours: this engine's tau on the same prompts.
         ratio: served / ours, bootstrapped over prompts.
-        unlike: why the texts are not those of the target; "" if they are.
+        unlike: why the texts do not look sampled from the target; "" if they do.
     """
 
     tokens: int
@@ -59,8 +61,8 @@ class Parity:
 
     @property
     def passed(self) -> bool:
-        """Return whether the texts are those of the target, the server's tau is within `TOLERANCE` of the predicted
-        one, and the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
+        """Return whether three things hold: the texts look sampled from the target; the server's tau is within
+        `TOLERANCE` of the predicted one; the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return not self.unlike and abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
@@ -76,15 +78,16 @@ class Parity:
 
 
 def over_http(client: Client, plan: Plan) -> Ask:
-    """Return a function (prompts, concurrent requests) that completes prompts with a running server in the plan's
-    regime. It raises ValueError if the server returns no token ids, or shows no counters of drafts."""
+    """Return a function (prompts, concurrent requests) -> `Answer` that completes prompts with a running server, in the
+    plan's regime. The function raises ValueError if the server returns no token ids, has no counters of drafts, or ends
+    a text early."""
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
         before, clock, size = stable_counters(client), time.perf_counter(), plan.bench
         if before is None:
             raise ValueError(
-                f"url: {client.root}/metrics shows no counters of drafts, which are compared: serve with a draft, "
-                "and with metrics (vLLM without --disable-log-stats)"
+                f"url: {client.root}/metrics has no draft counters, and the comparison needs them: start the server "
+                "with a draft and with metrics (vLLM: without --disable-log-stats)"
             )
         print(
             f"{client.root}: {len(prompts)} texts are requested, which may take at most {client.timeout:g} s each",
@@ -96,7 +99,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
         seconds, after = time.perf_counter() - clock, stable_counters(client)
         if any(one.ids is None for one in answers):
             raise ValueError(
-                "url: the server returns no token ids, and the prediction needs them; use a server that "
+                "url: the server returns no token ids, and the prediction needs them: use a server that "
                 "returns them, such as vLLM"
             )
         if early := sum(len(one.ids or []) < size.new_tokens for one in answers):
@@ -110,19 +113,23 @@ def over_http(client: Client, plan: Plan) -> Ask:
 
 
 def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
-    """Measure the server's tau and this engine's on the same prompts, at draft length k, and return the comparison.
+    """Measure the server's tau and this engine's tau on the same prompts, at draft length k, and return the comparison.
 
-    ask: completes prompts with the server, see `over_http`. at_once: concurrent requests. Raises ValueError if the
-    server counted no drafts, and UserError if it drafts another number of tokens than k.
+    ask: a function that completes prompts with the server, see `over_http`. at_once: number of concurrent requests.
+    Raises ValueError if the server counted no drafts, and UserError if its draft length is not k.
     """
     draft = plan.proposer()
     prompts = plan.final(0, plan.bench.prompts)
     tokens, seconds, counted = ask(prompts, at_once)
     if not counted or not counted.rounds:
-        raise ValueError("url: the server counted no drafts: it serves without a draft, or does not show its metrics")
+        raise ValueError(
+            "url: the server counted no drafts: start it with a draft and metrics (vLLM: no --disable-log-stats)"
+        )
     if not 0 <= counted.accepted <= counted.drafted:
         counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
-        raise ValueError(f"url: the server counted {counts}: its counters are not those of drafts")
+        raise ValueError(
+            f"url: the server counted {counts}, which cannot be: repeat this, or use another version of the server"
+        )
     drafts = len(counted.by_depth) or max(k, math.ceil(counted.drafted / counted.rounds))  # rounds may be shorter
     if drafts != k:
         raise UserError(f"url: the server drafts {drafts} tokens a round, not {k}: set k={drafts}")
@@ -152,8 +159,8 @@ def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
 def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
-    """Return the expected number of rounds of each text (N,), without its first token, and the standard deviation of
-    their sum. tokens: the server's ids for each prompt."""
+    """Return the expected number of rounds for each text (N,), without its first token, and the standard deviation of
+    their sum. prompts, tokens: token ids of each prompt, and of the text that the server generated after it."""
     figures = figures_after(plan, plan.engine(k, BATCH, proposer=draft), draft, prompts, tokens)
     reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
@@ -164,16 +171,17 @@ def rounds_expected(
 def figures_after(
     plan: Plan, engine: Engine, draft: Proposer, prompts: list[list[int]], tokens: list[list[int]], first: int = 1
 ) -> Figures:
-    """Return p and q on texts of another engine, from the token on with which its first round begins. tokens: the ids
-    of each text. first: the number of its tokens that came without a round."""
+    """Return the figures of target and draft on texts that another engine generated, beginning with the first token
+    that a round emitted. prompts, tokens: token ids of each prompt and of the text after it. first: how many of the
+    text's tokens came without a round."""
     starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[first:] for text in tokens], [Counts() for _ in tokens])
     return pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """Return the ratio of two taus with its bootstrap interval over prompts. served, ours (N, 2): tokens and rounds of
-    each prompt."""
+    """Return the server's tau over this engine's tau, with its bootstrap interval over prompts. served, ours (N, 2):
+    tokens and rounds for each prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:
         total = pairs.sum(-2)

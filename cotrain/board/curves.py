@@ -1,6 +1,6 @@
-"""Loggers of a run. A run always logs to TensorBoard, and with trainer.logger=wandb also to Weights & Biases.
+"""Loggers of a run. A run always logs to TensorBoard. With trainer.logger=wandb it also logs to Weights & Biases.
 
-Loggers receive curves during training, and at the end the final figures and the settings.
+Loggers receive curves during training, and the final figures and the settings at the end.
 """
 
 import os
@@ -57,15 +57,15 @@ SHOWN = (
 
 
 def tensorboard(folder: Path, again: int | None = None) -> TensorBoardLogger:
-    """Return the TensorBoard logger of a run. TensorBoard shows it under the name of `folder`, the run's folder. again:
-    the first step of a resumed run; curves are replaced from this step on."""
+    """Return the TensorBoard logger of a run. folder: the run's folder; TensorBoard shows the run under its name.
+    again: the first step of a resumed run, from which on older curves are replaced; None for a new run."""
     return TensorBoardLogger(folder / tags.CURVES, name="", version=folder.resolve().name, purge_step=again)
 
 
 @contextmanager
 def other_loggers(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
     """Yield the loggers that trainer.logger= adds to TensorBoard, and close them when the block ends. The list is empty
-    in all processes except the first.
+    without trainer.logger=wandb, and in all processes except the first.
 
     Raises UserError if Weights & Biases rejects the run, for example because the user is not logged in.
     """
@@ -82,8 +82,8 @@ def other_loggers(cfg: TrainConfig, folder: Path) -> Iterator[list[Logger]]:
 
 
 def _wandb(cfg: TrainConfig, folder: Path) -> WandbLogger:
-    """Return the logger for Weights & Biases. Its project is the value of the environment variable WANDB_PROJECT, or
-    "cotrain"."""
+    """Return the logger for Weights & Biases. The project is the environment variable WANDB_PROJECT, or "cotrain". The
+    id of the logged run is read from the run's folder or written there."""
     import wandb
 
     project, file = os.environ.get("WANDB_PROJECT", "cotrain"), folder / RUN_ID
@@ -105,9 +105,9 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the final figures of a run by name. alpha, tau: on all held-out texts in the regime. report: that of the
-    measurement, or {}. With a report, the speed-up with its interval, the timed tau, and exactness as 1 or 0 are
-    added."""
+    """Return the final figures of a run by name: the acceptance `alpha` and `tau` on all held-out texts in the regime.
+    report: the measurement's report, or {} if nothing was measured. A report adds the speed-up with its interval, the
+    timed tau, and exactness as 1 or 0."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out
@@ -119,8 +119,8 @@ def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[s
 
 
 def write_final(cfg: TrainConfig, loggers: Sequence[Logger], step: int, figures: Mapping[str, float]) -> None:
-    """Write final figures to each logger. step: the last step. In TensorBoard, the figures and the settings `SHOWN`
-    also become a row of the table of hyperparameters."""
+    """Write final figures to each logger, and finalize it. step: the last step. In TensorBoard, the figures and the
+    settings `SHOWN` also become a row of the table of hyperparameters."""
     settings = dict(flat(cfg.model_dump()))
     named = {f"{tags.FINAL}/{name}": value for name, value in figures.items()}
     for logger in loggers:

@@ -1,5 +1,5 @@
-"""Names of curves, and the layout of charts and texts, in TensorBoard. Curves are grouped by the part of their name
-before the slash, and groups are sorted."""
+"""Names of curves (tags), and the layout of charts and texts, in TensorBoard. TensorBoard groups curves by the part of
+the tag before the slash, and sorts the groups."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -38,13 +38,13 @@ LEGEND = "**accepted drafts**, *corrected tokens*, `bonus tokens`"
 
 
 def at(name: str, temperature: float) -> str:
-    """Return the tag of a figure that was computed on held-out texts at one temperature of the target."""
+    """Return the tag of a figure `name` that was computed on held-out texts at one temperature of the target."""
     return f"{HELD_OUT}/{name}_T{temperature:g}"
 
 
 def speed(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the figures of `cotrain.bench.measurement.quick` by tag. NaN values are left out, for example the interval
-    of a single batch."""
+    """Return the figures of `cotrain.bench.measurement.quick`, keyed by tag. NaN values, for example the interval of a
+    single batch, are left out."""
     return {SPEED[name]: value for name, value in figures.items() if math.isfinite(value)}
 
 
@@ -65,8 +65,8 @@ def layout() -> dict[str, Any]:
 
 
 def marked_text(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
-    """Return a generated text in Markdown, with each token marked by its kind. parts: (kind of token, text). tokens,
-    calls: the number of new tokens and of target calls."""
+    """Return a generated text in Markdown, in which each token is marked by its kind. parts: pairs (kind of token,
+    text). tokens, calls: the number of new tokens and the number of target calls."""
     text = "".join(f"<{ELEMENTS[kind]}>{escaped_markdown(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
     return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped_markdown(prompt)}{text}"
 

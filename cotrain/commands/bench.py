@@ -38,7 +38,7 @@ Further = Callable[[measurement.Plan, Path], dict[str, Any]]
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
     """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
-    support its quantisation setting. It is called before weights are loaded. kind: of the draft."""
+    support its quantisation setting. Call this before weights are loaded. kind: the kind of draft."""
     refuse_rounded(kind, cfg.quantisation.kind, pair.target)
     size = cfg.bench
     fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
@@ -46,7 +46,8 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def _plan_line(metadata: Metadata) -> str:
-    """Return a line for the user that says what is measured, if it is what the folder was planned with."""
+    """Return a line for the user: the draft length or tree of the folder's plan is measured, and how to choose
+    again."""
     return (
         f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder was planned; to choose again, "
         "set bench.depths=[2,4,8], bench.trees=16 or another verify=, for example verify=token"
@@ -54,11 +55,12 @@ def _plan_line(metadata: Metadata) -> str:
 
 
 def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> int | None:
-    """Return the draft length that the folder was planned with, if that length or the planned tree is to be measured.
-    Return None if the folder has no plan, or if the user set bench.depths, bench.trees or another rule (`typed`, the
-    value of verify=); the fastest of bench.depths is then chosen.
+    """Return the draft length of the folder's plan, if this length or the planned tree is to be measured. Otherwise
+    return None: the folder has no plan, or the user set bench.depths, bench.trees or another rule. The fastest length
+    of bench.depths is then chosen.
 
-    If bench.depths is empty, it is set to `DEPTHS`. The planned length is added to it.
+    typed: the value of verify= that the user gave, or None. If bench.depths is empty, it is set to `DEPTHS` in place.
+    The planned length is added to it.
     """
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
     size.depths = size.depths or DEPTHS
@@ -71,15 +73,15 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json. NaN, for example the interval of a single batch, becomes null."""
+    """Write report.json. NaN and infinity become null, for example the interval of a single batch."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 
 def run(cfg: BenchConfig, further: Further | None = None) -> None:
     """Measure, write report.json and the page to `output`, and print the report.
 
-    further: a function that measures more. It is called with the plan without a tree, and with the output folder, and
-    what it returns is added to the report's `extra`.
+    further: a function that measures more. Its arguments are the plan without a tree, and the output folder. The
+    dictionary that it returns is added to the report's `extra`.
     """
     if cfg.draft.path is None:
         raise UserError(
@@ -93,7 +95,8 @@ def run(cfg: BenchConfig, further: Further | None = None) -> None:
 
 
 def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dict[str, Any]:
-    """Measure the draft, write the report and the replay, and return the report."""
+    """Measure the draft, write report.json and the replay, and return the report. draft_path: the draft folder.
+    further: see `run`."""
     typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
     path = resolved(cfg)
     draft_folder = measurable_folder(draft_path)

@@ -14,7 +14,8 @@ from inference.report.build import environment
 
 
 def run(cfg: CompareConfig) -> None:
-    """Print the table. With `report=`, also write all figures to a JSON file."""
+    """Print the table of paired differences. With report=, also write all figures to a JSON file. Raises UserError if
+    that file exists and `cotrain compare` did not write it."""
     if cfg.report:
         file = Path(cfg.report)
         if file.is_file() and '"gains"' not in file.read_text(encoding="utf-8", errors="replace"):

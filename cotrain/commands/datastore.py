@@ -1,4 +1,4 @@
-"""Command `cotrain datastore`. It indexes a corpus, from which drafts are then looked up."""
+"""Command `cotrain datastore`. It indexes a corpus; drafts with look-up then search the index."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,8 @@ from inference.request import ends_of
 
 
 def run(cfg: DatastoreConfig) -> None:
-    """Tokenize the training split with the target's tokenizer, and write the datastore to `output`."""
+    """Tokenize the training split with the target's tokenizer, and write the datastore to `output`. Raises UserError if
+    `output` cannot be written or replaced."""
     refuse_replaced(cfg.output, ABOUT, (ORDER, TOKENS))
     for parent in Path(cfg.output).absolute().parents:
         if (parent / ABOUT).is_file():
@@ -46,7 +47,7 @@ def run(cfg: DatastoreConfig) -> None:
 
 
 def _documents(source: Source) -> Iterator[list[int]]:
-    """Yield the token ids of each document: of a text, or of a prompt with its completion."""
+    """Yield the token ids of each document. A document is a text, or a prompt with its completion."""
     if isinstance(source, PromptRows):
         yield from ([*row["prompt"], *row["completion"]] for row in source.rows)
         return

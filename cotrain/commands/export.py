@@ -37,21 +37,22 @@ from inference.models.pretrained import longest_text
 
 
 def run(cfg: ExportConfig) -> None:
-    """Write the exported folder to `output` and print the launch command. With `check=<folder>`, only print what is
-    wrong with that folder."""
+    """Write the exported folder to `output`. Print its path, and the launch command or the README that contains it.
+    With check=<folder>, only check that folder and print its problems. Raises UserError for settings that do not fit
+    together."""
     if cfg.check:
         if cfg.check is True:  # as other commands have it
             raise UserError(f"check=true: name the exported folder instead, for example check={cfg.output}")
         usual = dict(flat(ExportConfig().model_dump()))
         for key, value in flat(cfg.model_dump()):
             if key not in ("check", "as_json") and value != usual[key] and not isinstance(value, dict):
-                raise UserError(f"{key}= has no effect with check=, which writes no folder: leave one of them out")
+                raise UserError(f"{key}= has no effect with check=, which only reads a folder: leave {key}= out")
         _check(cfg.check, cfg.as_json)
         return
     if cfg.as_json:
-        raise UserError("json=true: an export has no JSON output, only check= has: leave json= out")
+        raise UserError("json=true: only check= prints JSON: leave json= out, or set check= to an exported folder")
     if cfg.draft.path is None:
-        raise UserError("name the draft folder with draft.path=")
+        raise UserError("draft.path=null: set draft.path= to a draft folder, as in draft.path=outputs/train/draft")
     _refuse(cfg)
     metadata = read_folder(cfg.draft.path).metadata
     kind = metadata.kind if metadata else "independent"
@@ -97,9 +98,12 @@ def run(cfg: ExportConfig) -> None:
 
 
 def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:
-    """Return the name of the target that the draft is exported for: target.path, or the target in `metadata`. Print a
-    line if its weights are not those that the draft was trained for. Raises UserError if no target is named, or one
-    with an adapter."""
+    """Return the name of the target that the draft is exported for: target.path, or else the target in `metadata`.
+    Print a line if the draft was trained for other weights of this target.
+
+    metadata: None for a folder without cotrain.json. Raises UserError if no target is named, or if the draft was
+    trained for a target with an adapter and target.path is not set.
+    """
     served = cfg.target.path or (metadata.target["name"] if metadata else None)
     if metadata and metadata.origin.get("adapter") and cfg.target.path is None:
         both = f"{served} with the adapter {metadata.origin['adapter']}"
@@ -108,13 +112,13 @@ def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:
             "with target.path="
         )
     if served is None:
-        raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
+        raise UserError(f"draft.path={cfg.draft.path} does not name its target: set target.path= to this model")
     say_other_weights(str(cfg.draft.path), metadata, served, None)
     return served
 
 
 def _print_launch(path: Path, cfg: ExportConfig) -> None:
-    """Print the path of the exported folder, advice and held-out tau from its report, and the launch command."""
+    """Print the path of the exported folder, the advice and the held-out tau in its report, and the launch command."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
@@ -142,8 +146,8 @@ def _push(path: Path, repo: str, target: str) -> None:
 
 
 def _check(path: str, as_json: bool) -> None:
-    """Print that an exported folder is complete. If it would not load, raise UserError with the problems; with
-    `as_json`, the result is printed first."""
+    """Print that the exported folder `path` is complete. If an engine could not load it, raise UserError with all
+    problems. as_json: the result is printed as JSON in both cases."""
     with answering(as_json) as answer:
         problems = hf.folder_problems(path)
         if as_json or not problems:
@@ -154,7 +158,8 @@ def _check(path: str, as_json: bool) -> None:
 
 
 def _features(cfg: ExportConfig, target: str) -> Path:
-    """Export a feature draft with its model card, and return the folder's path. target: hub id or path."""
+    """Export a feature draft with its model card, and return the folder's path. target: hub id or path. Raises
+    UserError if the layout cannot hold this draft."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target)
     assert cfg.draft.path
@@ -188,8 +193,8 @@ def _features(cfg: ExportConfig, target: str) -> Path:
 
 
 def _remarks(written: Metadata) -> list[str]:
-    """Return the remarks in an exported draft's metadata: what the layout lacks, and what is served otherwise than
-    planned."""
+    """Return the remarks in an exported draft's metadata: what the layout cannot hold, and what an engine serves
+    differently from the plan."""
     remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
     return remarks
 
@@ -202,7 +207,8 @@ def _print_remarks(path: Path) -> None:
 
 
 def _plain(cfg: ExportConfig, target: str) -> Path:
-    """Export a causal LM as a folder or as a GGUF file, and return the path. target: hub id or path."""
+    """Export a causal LM as a folder or as a GGUF file, and return the path. target: hub id or path. Raises UserError
+    for a dtype that the layout does not have, and if the package gguf is missing."""
     assert cfg.draft.path
     settings: dict[str, Any] = {
         "target": target,
@@ -227,8 +233,7 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
 
 
 def _refuse(cfg: ExportConfig) -> None:
-    """Raise UserError for an `output` that may not be replaced or cannot be written. It is called before weights are
-    read."""
+    """Raise UserError if `output` may not be replaced or cannot be written. Call this before weights are read."""
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")

@@ -28,7 +28,8 @@ COLORS = {"drafted": "\033[32m", "corrected": "\033[33m", "bonus": PLAIN}
 
 def run(cfg: GenerateConfig) -> None:
     """Print the continuation of every prompt. In colour, accepted drafts are green and corrections yellow, and a last
-    line has the number of target calls and the speed."""
+    line shows the number of target calls and the speed. Raises UserError for settings that do not fit together or an
+    unreadable prompt."""
     drafting = {"policy.k": cfg.policy.k, "policy.file": cfg.policy.file, "verify": cfg.verify}
     typed = [key for key, value in drafting.items() if value is not None]
     if typed and not cfg.draft.path:
@@ -55,7 +56,7 @@ def run(cfg: GenerateConfig) -> None:
 
 
 def _colored(engine: Engine, prompts: list[str | list[int]], settings: dict[str, Any]) -> None:
-    """Print each text while it is generated, and a summary after the last text. settings: arguments of
+    """Print each text while it is generated, and a summary after the last text. settings: keyword arguments for
     `Engine.stream`."""
     assert engine.tokenizer is not None
     decode: Any = engine.tokenizer.decode
@@ -77,8 +78,8 @@ def _recorded(events: Iterator[Event], into: list[Event]) -> Iterator[Event]:
 
 
 def _summary(events: Sequence[Event], seconds: float) -> str:
-    """Return the line that ends coloured output, with the meaning of the colours. seconds: the time of all texts,
-    including prefill."""
+    """Return the line that ends coloured output. It also explains the colours. events: one per target call. seconds:
+    the time for all texts, including prefill."""
     tokens = sum(len(event.ids) for event in events)
     drafts = sum(event.kinds.count("drafted") for event in events)
     mean = tokens / max(len(events), 1)
@@ -91,19 +92,19 @@ def _summary(events: Sequence[Event], seconds: float) -> str:
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:
-    """Raise UserError if the text of a prompt ended in an error. errors: the message of each prompt, or None. The
-    UserError names the first prompt that has one."""
+    """Raise UserError for the first prompt whose text ended in an error. errors: a message, or None, for each
+    prompt."""
     for number, message in enumerate(errors, 1):
         if message is not None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
 def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | list[int]]:
-    """Return the prompts: the ids of messages, or texts. Settings that `cfg` leaves open are set to those of the draft
-    folder.
+    """Return the prompts: a text, or the token ids of a conversation. Settings in `cfg` that are not set get the values
+    stored in the draft folder, in place.
 
-    rows: places, and rows of data. Raises UserError, before weights are loaded, for a draft that does not fit the
-    target, and for prompts that do not fit into the context.
+    rows: pairs (where the prompt is, row of data). Raises UserError, before weights are loaded, if the draft does not
+    fit the target, or if a prompt does not fit into the context.
     """
     metadata = read_folder(cfg.draft.path).metadata if cfg.draft.path else None
     rule = cfg.verify  # if null, `load` chooses the folder's rule, which may be one for trees
@@ -111,7 +112,7 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
     cfg.verify = rule
     path = cfg.target.path or (metadata.target["name"] if metadata else None)
     if path is None and cfg.draft.path:
-        raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
+        raise UserError(f"draft.path={cfg.draft.path} does not name its target: set target.path= to this model")
     if path is None:
         raise UserError("name a draft folder with draft.path=, or a target for plain decoding with target.path=")
     if cfg.draft.path:
@@ -138,8 +139,8 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
         ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
         if not 0 < (tokens := len(ids)) < room:
             raise UserError(
-                f"{place} has {tokens} tokens: it must have at least one, and leave room for one more "
-                f"in the {room} tokens of the target's context"
+                f"{place} has {tokens} tokens: it must have from 1 to {room - 1}, so that one more fits into the "
+                f"context of {room} tokens"
             )
         longest = max(longest, tokens)
     if longest + cfg.max_new_tokens > room:
@@ -158,7 +159,8 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
 
 
 def _engine(cfg: GenerateConfig) -> Engine:
-    """Return the engine with the draft folder's draft, or an engine for plain decoding if no draft is named."""
+    """Return an engine with the draft in draft.path=, or without a draft if draft.path= is not set. Raises UserError if
+    policy.k is more than the draft can draft in a round."""
     if cfg.draft.path:
         settings: dict[str, Any] = {} if cfg.verify is None else {"verify": cfg.verify}
         if cfg.policy.k is not None:
@@ -167,17 +169,19 @@ def _engine(cfg: GenerateConfig) -> Engine:
             settings["policy"] = Adaptive.load(cfg.policy.file)
         engine = load(cfg.draft.path, cfg.target.path, device=device(), **settings)
         if cfg.policy.k is not None and engine.proposer and cfg.policy.k > (most := engine.proposer.depths or inf):
-            raise UserError(f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} tokens a round")
+            raise UserError(
+                f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} tokens a round: set policy.k={most}"
+            )
         return engine
     target, tokenizer = load_pair(str(cfg.target.path))
     return Engine(target, tokenizer=tokenizer)
 
 
 def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
-    """Return (place, row of data) for each prompt. place: where the prompt is, for messages.
+    """Return pairs (place, row of data), one per prompt. place: text for messages that says where the prompt is.
 
-    prompt: the text; prompts: a file of rows or lines, or "-" for one prompt per line of standard input. If both are
-    None, standard input is one prompt. Raises UserError if both are set, or if there is no prompt.
+    prompt: the text. prompts: a file of rows or lines, or "-" for standard input with one prompt per line. If both are
+    None, all of standard input is one prompt. Raises UserError if both are set, or if there is no prompt.
     """
     if prompt is not None and prompts is not None:
         raise UserError("set prompt= (the text) or prompts= (a file with one prompt per line), not both")

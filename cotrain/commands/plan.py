@@ -1,4 +1,5 @@
-"""Command `cotrain plan`. It forecasts the speed of drafts at every draft length, without timing a draft's texts."""
+"""Command `cotrain plan`. It forecasts the speed of drafts at every draft length. Only rounds are timed; whole texts
+are timed with measure=true."""
 
 import copy
 import json
@@ -50,9 +51,11 @@ Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def run(cfg: PlanConfig) -> None:
-    """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table. Three settings
-    ask for something else: `log=` compares a server's counters with the plan in `output`; `shapes=` times drafts that
-    do not exist yet; `costs=` without a draft forecasts drafts of each acceptance."""
+    """Forecast, write plan.json, a page and the files for other programs to `output`, and print a table.
+
+    Three settings ask for something else. log= compares a server's counters with the plan in `output`. shapes= times
+    drafts that do not exist yet. costs= without a draft forecasts the speed-up for a range of acceptances.
+    """
     with answering(cfg.as_json) as answer:
         if cfg.log is not None:
             compared = drift(read_plan(Path(cfg.output) / PLAN), served_counters(Path(cfg.log)))
@@ -66,7 +69,7 @@ def run(cfg: PlanConfig) -> None:
             )
         if cfg.costs and (cfg.measure or cfg.shapes or cfg.bench.trees):
             raise UserError(
-                f"costs={cfg.costs}: these are of another machine, so nothing is timed here: leave out measure=, "
+                f"costs={cfg.costs}: with the costs of another machine nothing is timed here: leave out measure=, "
                 "shapes= and bench.trees="
             )
         settle(cfg.threads, cfg.bench.seed)
@@ -75,7 +78,7 @@ def run(cfg: PlanConfig) -> None:
 
 
 def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
-    """Forecast the drafts of the folders `paths`, write the files, and return the content of plan.json and the text to
+    """Forecast the drafts in the folders `paths` and write the files. Return the content of plan.json, and the text to
     print."""
     began = time.monotonic()
     settings = {path: _settings(cfg, path) for path in paths}
@@ -102,8 +105,8 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
 
 
 def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
-    """Time drafts of the shapes in `cfg`, write plan.json, and return its content and the text to print. In `cfg`,
-    settings of the target that are open are set."""
+    """Time drafts of the shapes in `cfg` and write plan.json. Return its content, and the text to print. Settings of
+    the target that are not set get their defaults in `cfg`, in place."""
     began = time.monotonic()
     if cfg.measure or cfg.temperatures:
         raise UserError(
@@ -123,8 +126,8 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 
 
 def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
-    """Forecast drafts of each acceptance by the costs in a file, write plan.json, and return its content and the text
-    to print."""
+    """Forecast the speed-up for a range of acceptances from the costs in the file costs=, and write plan.json. Return
+    its content, and the text to print."""
     speedups = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
     plan = {"environment": environment(), "speedups": speedups}
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
@@ -134,7 +137,8 @@ def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 
 
 def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
-    """Return the entries of plan.json that say how it was made. texts: the target's texts, by temperature."""
+    """Return the entries of plan.json that describe how the plan was measured. texts: the target's texts, by
+    temperature."""
     return {
         "environment": environment(),
         "settings": {
@@ -150,8 +154,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
-    """Return a copy of the settings for the draft folder `path`; settings that are open are set to those of the folder.
-    Raises the errors of `resolved`."""
+    """Return a copy of `cfg` for the draft folder `path`. Settings that are not set get the values stored in the
+    folder. Raises the errors of `resolved`."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)
@@ -159,9 +163,12 @@ def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
 
 
 def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
-    """Raise UserError unless all drafts have the same target, regime and form of prompts, since they share the target's
-    texts. Without data.path= their folders must have the same prompts: a draft may have learnt from prompts that
-    another one did not. settings: by draft folder."""
+    """Raise UserError if two drafts differ in target, regime or form of prompts, since all drafts are measured on the
+    same texts of the target. settings: by draft folder.
+
+    Without data.path= the folders must also have the same prompts, since a draft may have learnt from prompts that
+    another draft did not learn from.
+    """
     (first, one), *others = settings.items()
     for path, other in others:
         if one.data.path is None and _own_prompts(path) != _own_prompts(first):
@@ -183,8 +190,8 @@ def _own_prompts(path: str) -> bytes | None:
 
 
 def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
-    """Load the draft of `cfg`, and return its plan. pair: the target and its tokenizer. In `cfg`, the planned draft
-    length is added to bench.depths."""
+    """Load the draft of `cfg`, and return its plan. pair: the target and its tokenizer. The draft length stored in the
+    folder is added to bench.depths in `cfg`, in place."""
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench
     draft_folder, outline = measurable_folder(path), refuse_pair(path, name, cfg.target.trust_remote_code)
     room, start = room_of(outline), start_of(outline.target)
@@ -203,5 +210,5 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
 
 
 def _best(drafts: list[Drafted]) -> Drafted:
-    """Return the draft to recommend: the one with the highest geometric mean of its forecast speed-ups."""
+    """Return the draft to recommend. Its forecast speed-ups have the highest geometric mean."""
     return max(drafts, key=lambda one: sum(torch.tensor([cell.speedup for cell in one.cells.values()]).log().tolist()))

@@ -23,8 +23,8 @@ from inference.models.quantisation import refuse_quantisation
 
 
 def run(cfg: RolloutConfig) -> None:
-    """Sample the texts of one split, `cfg.kind`, at the regime's temperature, and write them to `output`. With
-    rollout.url=, print a warning if the server's texts do not look like the target's."""
+    """Sample texts for the split `cfg.kind` at the regime's temperature, and write them to `output`. With rollout.url=,
+    warn if the server's texts do not look like texts of the target."""
     settle(cfg.threads, cfg.rollout.seed)
     with held(cfg.output) as folder:
         asked, loaded, without_weights = cfg.rollout, None, _checked(cfg)
@@ -45,8 +45,8 @@ def run(cfg: RolloutConfig) -> None:
 
 
 def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target without storage (no weights), and its tokenizer. Raises UserError if target, draft or server
-    cannot be used."""
+    """Return the target without storage (no weights), and its tokenizer. Raises UserError if the target, the draft or
+    the server cannot be used."""
     with user_errors():
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
@@ -58,7 +58,7 @@ def _checked(cfg: RolloutConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBa
 
 
 def _prompts(cfg: RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Source:
-    """Return the source of the prompts, which is read before weights are loaded. target: without storage. If
+    """Read the data before weights are loaded, and return the source of the prompts. target: without storage. If
     rollout.prompt_tokens is 0, it is set in `cfg`. Raises UserError if the data cannot be used."""
     with user_errors():
         asked, template, encoder = cfg.rollout, template_of(cfg, target, tokenizer), target.config.is_encoder_decoder

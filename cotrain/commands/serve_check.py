@@ -1,5 +1,5 @@
-"""Command `cotrain serve_check`. It compares a draft's acceptance in a running server with a prediction, and with this
-engine's acceptance."""
+"""Command `cotrain serve_check`. It compares a draft's acceptance in a running server with two figures: a prediction,
+and the acceptance in this engine."""
 
 import json
 from typing import Any
@@ -18,8 +18,9 @@ from inference.measure.environment import environment
 
 
 def run(cfg: ServeCheckConfig) -> None:
-    """Query the server, write report.json to `output`, and print the comparison. Raises UserError if the server's
-    acceptance is too far from the prediction or from this engine's."""
+    """Query the server, write report.json to `output`, and print the comparison. Raises UserError if the server's texts
+    are not texts of the target, or if its acceptance is too far from the prediction or from this engine's
+    acceptance."""
     if cfg.url is None or cfg.draft.path is None:
         raise UserError("set url= to the server, and draft.path= to the draft folder that it serves")
     with answering(cfg.as_json) as answer:
@@ -27,19 +28,19 @@ def run(cfg: ServeCheckConfig) -> None:
         answer(report, f"{cfg.url}: {figures.line()}")
     if figures.unlike:
         raise UserError(
-            f"{cfg.url}: its texts are not of this target in this regime: {figures.unlike}: check that the server "
-            "serves this target and uses the settings of each request"
+            f"{cfg.url}: the server's texts do not look sampled from this target in this regime "
+            f"({figures.unlike}): check that it serves this target and uses the settings of each request"
         )
     if not figures.passed:
         raise UserError(
-            f"{cfg.url}: acceptance is more than {server_parity.TOLERANCE:.0%} from this engine's or the "
-            f"prediction for {report['objective']} drafting with k={report['k']}: check that the server uses this "
-            "draft and these settings"
+            f"{cfg.url}: the server's acceptance differs by more than {server_parity.TOLERANCE:.0%} from this engine's "
+            f"or the prediction: check that it uses this draft, {report['objective']} drafting and k={report['k']}"
         )
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """Measure the server at `url`, write the report, and return it with the comparison."""
+    """Measure the server at `url` and write report.json. Return the report, and the comparison. draft_path: the draft
+    folder."""
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
     refuse_folder(cfg.output, cfg.overwrite)

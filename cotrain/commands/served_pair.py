@@ -1,4 +1,4 @@
-"""The pair that a command serves. It is a draft folder and a target, by default the one that the folder names."""
+"""The pair that a command serves: a draft folder and a target. The default target is the one that the folder names."""
 
 import copy
 import sys
@@ -61,9 +61,9 @@ class Pair(NamedTuple):
 
 
 def resolved(cfg: DraftFolderConfig) -> str:
-    """Return the target's path: `target.path`, or the target that the draft folder names.
+    """Return the target's path: target.path, or else the target that the draft folder names.
 
-    Also sets, in `cfg`, target.path, target.adapter and the settings of `as_trained`. Raises UserError if the draft
+    Sets target.path, target.adapter and the settings of `as_trained` in `cfg`, in place. Raises UserError if the draft
     folder is invalid, or if no target is named.
     """
     if cfg.draft.path is None:
@@ -73,7 +73,7 @@ def resolved(cfg: DraftFolderConfig) -> str:
     metadata = read_folder(cfg.draft.path).metadata
     if cfg.target.path is None:
         if metadata is None:
-            raise UserError(f"draft.path={cfg.draft.path} does not name its target: give target.path=")
+            raise UserError(f"draft.path={cfg.draft.path} does not name its target: set target.path= to this model")
         cfg.target.path = metadata.target["name"]
         cfg.target.adapter = cfg.target.adapter or metadata.origin.get("adapter")
     as_trained(cfg, metadata)
@@ -82,10 +82,10 @@ def resolved(cfg: DraftFolderConfig) -> str:
 
 
 def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | None) -> None:
-    """Set the settings of `KNOWN` that `cfg` leaves open to the values that the draft folder stores. If the user set
-    other values, print a line that lists them.
+    """Set those settings of `KNOWN` that the user left unset to the values stored in the draft folder, in place. If the
+    user set other values, print a line that lists them.
 
-    metadata: that of the folder, or None. A value that the folder lacks is that of `UNSAID`.
+    metadata: the folder's metadata, or None without cotrain.json. A value that is not stored is taken from `UNSAID`.
     """
     said, typed = stored(metadata) if metadata else {}, []
     for key, (stored_as, left_open) in KNOWN.items():
@@ -109,17 +109,18 @@ def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | Non
 
 
 def shape(metadata: Metadata) -> str:
-    """Return text that says what a draft folder was planned with: a tree or a draft length."""
+    """Return a phrase for the shape in the folder's plan: a tree with its number of nodes, or a draft length."""
     return f"a tree of {len(metadata.tree.parents)} nodes" if metadata.tree else f"draft length {metadata.k}"
 
 
 def stored(metadata: Metadata) -> dict[str, Any]:
-    """Return the values of `KNOWN` that a draft folder stores. Its weights have the dtype in which they were served."""
+    """Return the values that a draft folder stores, keyed by the names in `KNOWN`. draft_dtype is "auto", because the
+    stored weights already have the dtype in which they were served."""
     return {**metadata.regime, **asdict(metadata.served), "int8": metadata.int8, "draft_dtype": "auto"}
 
 
 def read_folder(path: str) -> Folder:
-    """Read a draft folder without its weights. Raises UserError, naming draft.path, if it is invalid."""
+    """Read a draft folder without its weights. Raises UserError, which names draft.path, if the folder is invalid."""
     try:
         return read(path)
     except (ValueError, OSError) as error:
@@ -127,8 +128,8 @@ def read_folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """Return the pair that a draft folder and a target make, without storage. A warning is printed if the draft is
-    larger than the target.
+    """Return the pair of a draft folder and a target, without storage (no weights). Warn if the draft is larger than
+    the target.
 
     target_path: a hub id or folder. Raises UserError, before weights are loaded, in three cases: the target is missing,
     the draft has other token ids, or the draft does not fit the target (`Proposer.fits`).
@@ -158,8 +159,8 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
 
 
 def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """Return the network of a draft folder without storage, or None if its kind has no network. network: the class of
-    the kind's network. Raises OSError or ValueError if the files are missing or invalid."""
+    """Return the network of a draft folder without storage, or None if this kind of draft has no network. network: the
+    class of the network, or None. Raises OSError or ValueError if files are missing or invalid."""
     if network is None:
         return None
     if network is CausalLM:
@@ -173,7 +174,8 @@ def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
 
 
 def measurable_folder(path: str) -> Folder:
-    """Read a draft folder of a kind that can be measured. Raises UserError, naming draft.path, for other kinds."""
+    """Read a draft folder without its weights. Raises UserError, which names draft.path, if drafts of its kind cannot
+    be measured."""
     draft_folder = read_folder(path)
     if draft_folder.kind not in KINDS:
         raise UserError(
@@ -199,10 +201,10 @@ def plan_of(
     verify: str | None,
     **others: Any,
 ) -> Plan:
-    """Return the plan that measures the draft of a folder as the folder says, with the draft loaded.
+    """Load the draft of a folder, and return the plan for its measurement.
 
-    cfg: settings that `resolved` has completed. models: the target and its tokenizer. verify: the rule. others: further
-    fields of the plan.
+    cfg: settings that `resolved` has completed. models: the target and its tokenizer. bench: the sizes of the
+    measurement. verify: the verification rule. others: further fields of the plan.
     """
     assert verify is not None
     drafting = {"objective": draft_folder.metadata.objective} if draft_folder.metadata else {}
@@ -235,15 +237,17 @@ def prompts(
     """Return the prompts to measure on.
 
     With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
-    Without it, they are those that the draft folder has: the draft did not learn from them, and they ranked no
-    checkpoint; the `PART`-th part of them ranks draft lengths. If the folder has none, they are the shipped ones.
+    Without data.path, they are the prompts stored in the draft folder. The draft did not learn from these, and no
+    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. If the folder stores none, the
+    shipped prompts are used.
 
     Args:
         size: has the prompt length (size.prompt_tokens) and the seed. The prompt length is changed in place if `room`
             is given and a domain has no prompt of that length.
-        room: the most tokens that a prompt may have, if the user left the prompt length open.
+        target: may be without storage.
+        room: the most tokens that a prompt may have; None if the user set the prompt length.
         draft: the draft folder, or None.
-        key: the setting that has the prompt length, for messages.
+        key: the name of the setting for the prompt length, for messages.
     """
     encoder = target.config.is_encoder_decoder
     own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
@@ -251,8 +255,8 @@ def prompts(
         file = draft / REPORT if draft else None
         if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
             print(
-                f"prompts: the shipped ones are used, but {file} was measured on the user's: set data.path= to the "
-                "texts that the draft learnt from, and their held-out prompts are used",
+                f"prompts: the shipped ones are used, but {file} was measured on prompts of the user: to use their "
+                "held-out prompts, set data.path= to the texts that the draft learnt from",
                 file=sys.stderr,
             )
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")

@@ -1,9 +1,9 @@
-"""Draft shapes without a trained draft (`cotrain plan shapes=`): what a round with each would cost here, and from which
-acceptance on it would pay.
+"""Draft shapes without a trained draft (`cotrain plan shapes=`): what a round of drafting costs on this machine, and
+from which acceptance on drafts would pay.
 
-A shape is a line of settings of `cotrain train`, such as `draft=eagle` or `draft.layers=1 draft.width=256
-draft.vocabulary=4096 init=scratch`. The draft is made as training would make it, and timed untrained: the time of a
-round does not depend on the weights.
+A shape is a line of settings for `cotrain train`, such as `draft=eagle` or `draft.layers=1 draft.width=256
+draft.vocabulary=4096 init=scratch`. The draft is built as for training, and timed untrained: the time of a round does
+not depend on the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs]) -> dict[str, Any]:
     """Return the entry of a shape in plan.json.
 
-    settings: the shape, as settings of `cotrain train`. kind: of the draft. parameters: their number. costs: seconds of
-    rounds, by number of rows.
+    settings: the shape, as settings of `cotrain train`. kind: the kind of draft. parameters: how many it has. costs:
+    seconds of rounds, keyed by number of rows.
 
-    For each number of rows, the entry has the seconds of rounds, the acceptance from which on drafts pay
-    (`break_even`), and `by_acceptance`: for each of `ACCEPTANCES`, the speed-up over plain decoding and the best draft
-    length, which is 0 for plain decoding.
+    For each number of rows, the entry has the seconds of rounds by draft length, the acceptance from which on drafts
+    pay (`break_even`, None if no acceptance does), and `by_acceptance`: for each of `ACCEPTANCES`, the speed-up over
+    plain decoding and the best draft length; length 0 means plain decoding.
     """
     rows = {}
     for count, one in costs.items():
@@ -54,14 +54,14 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
 def shapes(
     cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> list[dict[str, Any]]:
-    """Time the shapes of `cfg.shapes`, and return the `entry` of each. composed: the settings of each shape, see
-    `composed_shape`. pair: a target and its tokenizer. Raises the errors of `assembly.initial`."""
+    """Time the shapes of `cfg.shapes`, and return one `entry` for each. composed: the settings of each shape, see
+    `composed_shape`. pair: the target and its tokenizer. Raises the errors of `assembly.initial`."""
     return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
 def composed_shape(settings: str) -> TrainConfig:
-    """Return the settings of `cotrain train` that a shape stands for. settings: the shape, as "key=value key=value".
-    Raises UserError if it is not such settings."""
+    """Return the settings of `cotrain train` for one shape. settings: the shape, as "key=value key=value". Raises
+    UserError if a setting is unknown or wrong."""
     typed = quote(settings.split())
     try:
         cfg = checked("train", compose("train", overrides=typed))
@@ -97,7 +97,7 @@ def _timed(
 
 
 def shape_table(timed: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the shapes as text. timed: the `entry` of each."""
+    """Return a table of the shapes as text. timed: one `entry` for each shape."""
     head = [
         "shape",
         "parameters",

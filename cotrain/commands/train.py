@@ -31,11 +31,12 @@ from inference.report.table import comparison
 
 
 def run(cfg: TrainConfig) -> float | None:
-    """Distil into `output` and print the table of the report. A finished run is not repeated, and only the table is
+    """Distil into `output` and print the table of the report. A finished run is not repeated: only its table is
     printed. With check=true, only print what the run needs.
 
-    Returns tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and in
-    all processes except the first."""
+    Returns the tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and
+    in all processes except the first. Raises UserError if the run cannot be started or resumed.
+    """
     _go_on(cfg)
     settings = cfg.model_dump()
     for key in ("overwrite", "check", "output"):
@@ -90,8 +91,8 @@ def run(cfg: TrainConfig) -> float | None:
 
 
 def _damage(cfg: TrainConfig) -> str:
-    """Return what is wrong with the draft folder of a finished run, "" if nothing is. Raises UserError if it is damaged
-    and there is no checkpoint from which it can be written again."""
+    """Return what is wrong with the draft folder of a finished run; "" if nothing is. Raises UserError if the folder is
+    damaged and no checkpoint is left from which the draft could be written again."""
     draft = Path(cfg.output) / "draft"
     try:
         stored = read_draft(draft)
@@ -111,15 +112,16 @@ def _damage(cfg: TrainConfig) -> str:
 
 
 def _go_on(cfg: TrainConfig) -> None:
-    """Set data.chat, if it is null, to that of the run in `output`, which may be an earlier version's default."""
+    """If data.chat is null, set it to the value that the run in `output` was started with. An earlier version may have
+    had another default."""
     marker = None if cfg.overwrite else read_marker(Path(cfg.output))
     if marker and marker.get("command") == "train" and cfg.data.chat is None:
         cfg.data.chat = marker["settings"].get("data", {}).get("chat")
 
 
 def swept(outputs: list[str]) -> None:
-    """Print the tables of a sweep: one of the measured speeds, and one of the held-out figures, each compared with the
-    first run at the temperatures that both have. outputs: the folders of the runs."""
+    """Print two tables after a sweep: the measured speeds, and the held-out figures. In the second, each run is
+    compared with the first one, at the temperatures that both have. outputs: the folders of the runs."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
         print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))

@@ -1,4 +1,4 @@
-"""What all classes of settings share: types with a range, marks of fields, and the walk over fields."""
+"""What all classes of settings share: types with an allowed range, marks of fields, and a walk over all fields."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ class Mark(Enum):
 
 
 class With(NamedTuple):
-    """The values of init= with which a field of a draft is read."""
+    """The values of init= with which a draft's field is read."""
 
     inits: tuple[str, ...]
 
@@ -34,24 +34,25 @@ SCRATCH, NEW = With(("scratch",)), With(("scratch", "target_layers"))  # NEW: th
 
 
 class Settings(BaseModel):
-    """A group of settings. A field has a type with its range, a default, and a docstring that says what it does.
+    """A group of settings. Each field has a type with its range, a default, and a docstring that says what the field
+    does.
 
-    presets: the options of Hydra's group, as name -> the fields that differ from the defaults. {}: the options are
-    files of conf/. None: the settings are no group.
+    presets: the options of the Hydra group, as option -> the fields that differ from the defaults. {}: the options are
+    files in conf/. None: the settings are no Hydra group.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
     presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the fields that nothing reads in this run, as name -> the reason and what to set. run: the settings of
-        the command."""
+        """Return the fields that nothing reads in this run, as field -> the reason and what to set instead. run: all
+        settings of the command."""
         return {}
 
 
 def fields(settings: type[Settings], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (key, field) for each field of `settings`, of the groups in it and of all kinds of draft. The key is
-    dotted. before: what keys begin with."""
+    """Yield (dotted key, field) for each field of `settings`, for the groups inside it, and for all kinds of draft.
+    before: the prefix of the keys."""
     for name, field in settings.model_fields.items():
         key = f"{before}{field.alias or name}"
         yield key, field
@@ -66,7 +67,8 @@ def marked(settings: type[Settings], *marks: Mark) -> set[str]:
 
 
 def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
-    """Return a range for `Annotated`. words: the allowed values, for the error message."""
+    """Return a validator for `Annotated` that accepts the values for which `fits` is true. words: the allowed values,
+    as text for the error message."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -77,12 +79,12 @@ def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Return the range of a field that is one of the texts `names`."""
+    """Return a validator that accepts only the texts `names`."""
     return allowed(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def at_least(least: float) -> AfterValidator:
-    """Return the range of a field that is a finite number, `least` or more."""
+    """Return a validator that accepts finite numbers from `least` on."""
     return allowed(f"at least {least}", lambda value: least <= value < math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Which settings may change when a run is resumed, and settings of earlier versions."""
+"""Which settings may change when a run is resumed, and how settings of earlier versions are treated."""
 
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ BUDGETS = marked(TrainConfig, Mark.LONGER)
 
 
 def change(key: str, old: Any, new: Any, rounds: int = 1, draft: type[Settings] | None = None) -> Change:
-    """Return what a changed setting means for the run that is resumed.
+    """Return what a changed setting means when a run is resumed.
 
-    "same": the old value meant the same, or nothing read it. "free": the weights of the run stay as they are. "longer":
-    its training gets longer. "other": it is another run.
+    "same": both values mean the same, or no code reads the setting. "free": the run's weights do not depend on it.
+    "longer": the training gets longer. "other": the new settings make another run.
 
-    key, old, new: the setting and its values; a budget is a number, or None for no limit. rounds: rollout.rounds.
-    draft: the class of the draft's settings.
+    key, old, new: the setting and its two values; a budget is a number, or None for no limit. rounds: the value of
+    rollout.rounds. draft: the class of the draft's settings, or None.
     """
     group, _, name = key.partition(".")
     lacking = group == "draft" and draft is not None and name not in draft.model_fields

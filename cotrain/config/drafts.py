@@ -1,5 +1,5 @@
-"""The settings of each kind of draft. A kind has only the settings of its class, and its name chooses the class:
-`draft=eagle`. What a kind is while it trains says its student, see `cotrain.students.base`."""
+"""The settings of each kind of draft. draft=NAME selects the class, for example `draft=eagle`, and a kind has only the
+settings of its class. How each kind is trained is in its student, see `cotrain.students.base`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, get_args
@@ -14,10 +14,11 @@ Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 
 
 
 class Draft(Settings):
-    """What all kinds of draft have. A setting that only other kinds have is None, for code that reads all kinds.
+    """The settings that all kinds of draft have. A setting that only other kinds have reads as None, for code that
+    handles all kinds.
 
     trained: False for kinds that are measured and exported without training. one_start: whether init=scratch and
-    init=target_layers make the same draft. layers_with: the values of init= with which init.layers is read.
+    init=target_layers give the same draft. layers_with: the values of init= with which init.layers is read.
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
@@ -37,11 +38,11 @@ class Draft(Settings):
 
     @property
     def by_depth(self) -> bool:
-        """Return whether the draft's distribution depends on the depth."""
+        """Return whether the draft's distribution depends on the depth of a drafted token in its round."""
         return "depths" in type(self).model_fields
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings of this kind that are not read with the run's init=."""
+        """Return the settings of this kind that are not read with the run's init=, each with the reason."""
         read = {
             name: one.inits
             for name, field in type(self).model_fields.items()
@@ -90,14 +91,14 @@ class IndependentDraft(_Shaped):
 
 
 class ConditionedDraft(_Shaped):
-    """One small draft for all temperatures: it is trained at each of them and interpolates between them."""
+    """One small draft for all temperatures. It is trained at each of `temperatures`, and interpolates between them."""
 
     kind: Literal["conditioned"] = "conditioned"
     temperatures: list[Temperature] = [0.0, 0.3, 0.7, 1.0]
 
 
 class ParallelDraft(_Shaped):
-    """A small language model; one pass over masks drafts all tokens of a round."""
+    """A small language model. One pass over mask tokens drafts all tokens of a round (PARD)."""
 
     kind: Literal["parallel"] = "parallel"
     depths: Size | None = 8
@@ -106,8 +107,8 @@ class ParallelDraft(_Shaped):
 
 
 class EagleDraft(_Layered):
-    """One decoder layer over the target's states, as wide as the target; with init=target_layers of the shape of its
-    layers (EAGLE-3)."""
+    """One decoder layer over the target's states (EAGLE-3), as wide as the target. With init=target_layers it has the
+    shape of the target's layers."""
 
     kind: Literal["eagle"] = "eagle"
     depths: Size | None = 6
@@ -115,7 +116,8 @@ class EagleDraft(_Layered):
 
 
 class PEagleDraft(EagleDraft):
-    """The decoder layer of draft=eagle; one pass over masks drafts all tokens of a round."""
+    """The same decoder layer as for draft=eagle, but one pass over mask tokens drafts all tokens of a round
+    (P-EAGLE)."""
 
     kind: Literal["p_eagle"] = "p_eagle"  # type: ignore[assignment]
     markov: Count | None = None
@@ -123,8 +125,8 @@ class PEagleDraft(EagleDraft):
 
 
 class BlockDraft(_Headed):
-    """Layers over the target's states; one pass over masks drafts all tokens of a round. The draft is as wide as the
-    target and uses its norm and head."""
+    """Layers over the target's states. One pass over a block of mask tokens drafts all tokens of a round. The draft is
+    as wide as the target and uses the target's norm and head."""
 
     one_start = False
 
@@ -137,13 +139,14 @@ class BlockDraft(_Headed):
     """null: as many as query heads."""
     depths: Size | None = 8
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
-    """Whether a query attends to all of its block, bidirectional (null), or to the past: causal."""
+    """Whether a mask token attends to its whole block (bidirectional, null) or to the tokens before it (causal)."""
     markov: Count | None = None
     """As in ParallelDraft."""
 
 
 class EarlyExitDraft(_Started):
-    """The target's first layers draft; a low-rank change applies to their projections while they draft."""
+    """The target's first layers, used as the draft. While they draft, a low-rank change is added to their
+    projections."""
 
     kind: Literal["early_exit"] = "early_exit"
     layers: NewSize = None
@@ -157,14 +160,14 @@ class EarlyExitDraft(_Started):
         return self.rank > 0
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings of `Draft.unread`, and the depths if the exit has no low-rank change, so its distribution
-        is the same at all depths."""
+        """Return the settings of `Draft.unread`. With rank 0 the distribution is the same at all depths, so `depths` is
+        added."""
         alike = "with draft.rank=0 an exit drafts in the same way at every depth: leave it out, or set draft.rank=16"
         return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
 
 
 class MedusaDraft(_Started):
-    """Heads on the target's last state, as wide as the target, that use its output head."""
+    """Heads on the target's last hidden state. They are as wide as the target and share its output head."""
 
     kind: Literal["medusa"] = "medusa"
     layers: NewSize = 1
@@ -176,7 +179,8 @@ class MedusaDraft(_Started):
 
 
 class HydraDraft(_Started):
-    """Heads on the target's last state; each also reads the anchor and the drafts before its own."""
+    """Heads on the target's last hidden state. Each head also reads the text's last token and the tokens that earlier
+    heads drafted in the same round."""
 
     kind: Literal["hydra"] = "hydra"
     layers: NewSize = 1
@@ -185,7 +189,7 @@ class HydraDraft(_Started):
 
 
 class RetrievalDraft(Draft):
-    """Look-up alone, without training."""
+    """Drafts by look-up alone, without a draft model and without training."""
 
     trained = False
     kind: Literal["retrieval"] = "retrieval"
@@ -196,7 +200,7 @@ class RetrievalDraft(Draft):
 
 
 class HybridDraft(_Shaped):
-    """Look-up if it is expected to be faster, else an independent draft."""
+    """Drafts by look-up if this is expected to be faster, and otherwise with an independent draft model."""
 
     kind: Literal["hybrid"] = "hybrid"
     datastore: Path = None
@@ -205,7 +209,7 @@ class HybridDraft(_Shaped):
 
 
 class QuantisedDraft(Draft):
-    """The target in 8 (int8) or 4 (nf4) bits is its own draft, without training."""
+    """The target with weights of 8 bits (int8) or 4 bits (nf4) is its own draft model. Nothing is trained."""
 
     trained = False
     kind: Literal["quantised"] = "quantised"
@@ -213,8 +217,8 @@ class QuantisedDraft(Draft):
 
 
 class TwoLevelsDraft(_Started):
-    """The target in fewer bits drafts for the target, and the small independent draft of draft.path= drafts for the
-    target in fewer bits; nothing is trained."""
+    """The target in fewer bits drafts for the target. The small independent draft in draft.path= drafts for the target
+    in fewer bits. Nothing is trained."""
 
     trained = False
     kind: Literal["two_levels"] = "two_levels"

@@ -42,7 +42,7 @@ class Regime(Settings):
 
 
 class ServedRegime(Settings):
-    """The regime of a command that opens a draft folder. null: the value that the folder stores."""
+    """The sampling settings of a command that reads a draft folder. null: the value that the folder stores."""
 
     presets = {}
 
@@ -52,8 +52,8 @@ class ServedRegime(Settings):
 
 
 class PolicySettings(Settings):
-    """The draft length of a command. k: the draft length of every round. null: as the draft folder was planned, with a
-    draft length or a tree."""
+    """The draft length. k: the draft length in every round. null: the plan in the draft folder, which is a draft length
+    or a tree."""
 
     presets = {"fixed": {}, "planned": {"k": None}}
 
@@ -61,7 +61,7 @@ class PolicySettings(Settings):
 
 
 class ServedPolicy(PolicySettings):
-    """As `PolicySettings`, for commands to which drafts may be left out (k=0)."""
+    """The same as `PolicySettings`, for commands that can run without drafts (k=0) or with an adaptive policy."""
 
     k: Count | None = 4
     file: Path = None
@@ -69,14 +69,14 @@ class ServedPolicy(PolicySettings):
 
 
 class Model(Settings):
-    """A model on disk or on the hub. path=null, in a command that opens a draft folder: the target that the folder
+    """A model on disk or on the hub. path=null, in a command that reads a draft folder: the target that the folder
     names."""
 
     path: Path = None
 
 
 class ServedTarget(Settings):
-    """The target of a command that opens a draft folder. path=null: the target and the adapter that the folder
+    """The target of a command that reads a draft folder. path=null: the target and the adapter that the folder
     names."""
 
     path: Path = None
@@ -89,8 +89,8 @@ class ServedTarget(Settings):
 class Target(ServedTarget):
     """The model that is served. path=bundled selects the model shipped in data/target.
 
-    adapter: a PEFT folder. It is merged into the weights (before quantisation.kind=int8_rows rounds them) or, if they
-    are quantised otherwise, runs beside them, unmerged.
+    adapter: a PEFT folder. If the target is not quantised, or quantisation.kind=int8_rows, the adapter is merged into
+    the weights, before these are rounded. With other quantisations it stays unmerged.
     """
 
     presets = {}
@@ -115,7 +115,7 @@ class Teacher(Settings):
 
 class Quantisation(Settings):
     """The target's weight quantisation, in training and in serving: none, int8 or nf4 (bitsandbytes). Commands that
-    open a draft folder also accept as_trained, the quantisation stored in the folder."""
+    read a draft folder also accept as_trained: the quantisation that the folder stores."""
 
     presets = {}
 
@@ -123,7 +123,7 @@ class Quantisation(Settings):
 
 
 class Init(Settings):
-    """Source of the draft's initial weights."""
+    """The source of the draft's initial weights."""
 
     presets = {
         "scratch": {"kind": "scratch", "layers": []},
@@ -139,8 +139,8 @@ class Init(Settings):
 
 
 class Loss(Settings):
-    """The loss expressions of a training (the module `cotrain/losses/spec.py` says how they are written): `first` until
-    the fraction `switch` of the steps is done, and `then` afterwards."""
+    """The loss expressions of a training: `first` until the fraction `switch` of the steps is done, and `then`
+    afterwards. The module `cotrain/losses/spec.py` describes how expressions are written."""
 
     presets = {
         **{name: {"first": name, "then": None, "switch": 1.0} for name in LOSSES},
@@ -156,8 +156,8 @@ class Loss(Settings):
     number of target calls that acceptance at this depth saves."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return `then` and `switch` if there is no second loss, and `decay` for a draft whose distribution does not
-        depend on the depth."""
+        """Return `then` if the loss never switches, `switch` if there is no second loss, and `decay` if the draft's
+        distribution does not depend on the depth."""
         wrong = {}
         if run.draft.trained and not run.draft.by_depth:
             wrong["decay"] = "this draft has the same distribution at all depths: leave it out"
@@ -169,9 +169,9 @@ class Loss(Settings):
 
 
 class Data(Settings):
-    """Source of the user's texts. A row is a whole prompt, a text that begins with a prompt, or a conversation; the
-    module `cotrain/data/rows.py` says how they are told apart. The embedded corpora are texts from this machine: the
-    standard library, installed packages, and records from a seeded generator."""
+    """The source of texts. A row of the user's data is a whole prompt, a text that begins with a prompt, or a
+    conversation; the module `cotrain/data/rows.py` describes how these are recognised. The embedded corpora are texts
+    on this machine: the standard library, installed packages, and records from a seeded generator."""
 
     presets = {"embedded": {}, "self": {"from_target": True}}
 
@@ -208,7 +208,7 @@ class Data(Settings):
     take: int = 20_000
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that do not apply to this source of texts."""
+        """Return the settings that have no effect with this source of texts, each with the reason."""
         path, wrong = str(self.path), {}
         file = File(path).is_file() or bool(set(path) & set("*?["))
         if not self.streaming:
@@ -223,7 +223,7 @@ class Data(Settings):
 
 
 class Rollout(Settings):
-    """Texts sampled from the target, to train and to evaluate on. Lengths are in tokens."""
+    """The texts that the target samples, for training and for evaluation. Lengths are in tokens."""
 
     presets = {"default": {}}
 
@@ -251,7 +251,7 @@ class Rollout(Settings):
     """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that only `cotrain train` reads."""
+        """Return the settings that only `cotrain train` reads, if another command runs."""
         why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave it out"
         return {} if hasattr(run, "trainer") else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
 
@@ -284,7 +284,7 @@ class Joint(Settings):
     """Export the pair even if its KL is not certified to be within epsilon."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return all fields, if the run has another mode."""
+        """Return all fields, unless mode=joint."""
         if run.mode == "joint":
             return {}
         return dict.fromkeys(Joint.model_fields, "it applies to joint training: set mode=joint")
@@ -306,8 +306,8 @@ class Optimizer(Settings):
 
 
 class Trainer(Settings):
-    """Settings of the training loop. The defaults are for minutes on two cores; batches are small, because a short run
-    needs many updates."""
+    """Settings of the training loop. The defaults are for a few minutes on two cores; batches are small, because a
+    short run needs many updates."""
 
     presets = {"cpu": {}}
 
@@ -352,15 +352,16 @@ class Trainer(Settings):
     """tensorboard; wandb: TensorBoard and Weights & Biases."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return `patience`, if the run measures nothing."""
+        """Return `patience` if the run measures nothing."""
         return {} if run.measure else {"patience": "it applies to measured runs only: set measure=true"}
 
 
 class Bench(Settings):
     """The sizes of the benchmark.
 
-    minutes=0 measures exactly these sizes. Otherwise prompts are timed until the speed-up's 95 % interval is narrow
-    enough (see `interval`) or the minutes are over; fewer parity tokens are sampled if the minutes do not suffice.
+    With minutes=0 exactly these sizes are measured. Otherwise prompts are timed until the speed-up's 95 % interval is
+    narrow enough (see `interval`), or until the minutes are over. Fewer parity tokens are sampled if the minutes are
+    too few.
     """
 
     presets = {
@@ -397,7 +398,7 @@ class Bench(Settings):
 
 
 class ServedBench(Bench):
-    """As `Bench`, for commands that open a draft folder. Values that are left open are those of the folder."""
+    """The same as `Bench`, for commands that read a draft folder. Values that are not set are taken from the folder."""
 
     prompt_tokens: Count = 48
     """0: the value stored in the draft folder."""
@@ -405,7 +406,7 @@ class ServedBench(Bench):
 
 
 class FolderBench(ServedBench):
-    """As `ServedBench`, for `cotrain bench`."""
+    """The same as `ServedBench`, for `cotrain bench`."""
 
     depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
     """As in Bench; []: the length or the tree that the folder was planned with."""

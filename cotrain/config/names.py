@@ -1,4 +1,4 @@
-"""Names of settings that are no longer, or not here: of earlier versions, of other programs, and mistyped ones."""
+"""Names that are no settings here: settings of earlier versions, names from other programs, and misspellings."""
 
 import difflib
 from collections.abc import Collection
@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting of earlier versions. neutral: the value with which it had no effect. instead: what the user should do
-    now."""
+    """A setting of earlier versions. neutral: the value with which it had no effect. instead: what to do now."""
 
     neutral: Any
     instead: str
@@ -52,8 +51,8 @@ PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """Return the error message for an unknown key. It names the most similar known key, or says that the key was
-    removed. keys: those that the command has."""
+    """Return the error message for an unknown key. It names the most similar known key, or says that the setting was
+    removed. keys: all keys of the command."""
     if key in REMOVED:
         return f"{key}= was removed: {REMOVED[key].instead}"
     last = "path" if key in PATHS else key
@@ -71,21 +70,22 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 
 def alias(key: str, keys: Collection[str]) -> str | None:
-    """Return the setting that does what `key` does in other programs, or None if `keys`, those of the command, have no
-    such setting."""
+    """Return the key that does here what `key` does in other programs, or None if the command has no such key. keys:
+    all keys of the command."""
     settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], [])
     return next((known for known in settings if known in keys and key != known), None)
 
 
 def below(key: str, keys: Collection[str]) -> str | None:
-    """Return the error message for a key that is a group of settings, which has no value itself. Return None if `key`
-    is no group."""
+    """Return the error message for a key that is a group of settings and has no value itself. Return None if `key` is
+    no group."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
     return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)} instead" if below else None
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """Return the key of `keys` that is most similar to `key`, or None. Keys with the same last part are preferred."""
+    """Return the key of `keys` that is most similar to `key`. If some keys have the same name after the last dot, only
+    these count. Return None if no key is similar enough."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
     return near[0] if near else None

@@ -22,15 +22,17 @@ _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", r
 
 
 def quote(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments with the values of free-text and path keys quoted, so that Hydra leaves them unchanged.
+    """Return the arguments, in which the values of free-text and path keys are quoted, so that Hydra leaves them
+    unchanged.
 
-    The value is all that follows `=`, including quotes, commas and `${...}`. These keys therefore cannot be swept.
+    The value is all text after `=`, including quotes, commas and `${...}`. Such keys therefore cannot be swept.
     """
     return [_quoted(argument) for argument in _gathered(arguments)]
 
 
 def _gathered(arguments: Sequence[str]) -> list[str]:
-    """Merge `run=a run=b` into one argument, `run=['a','b']`, at the position of the first."""
+    """Return the arguments with `run=a run=b` merged into one argument, `run=['a','b']`, at the position of the
+    first."""
     values: dict[str, list[str]] = {}
     gathered: list[str] = []
     for argument in arguments:
@@ -46,7 +48,8 @@ def _gathered(arguments: Sequence[str]) -> list[str]:
 
 
 def is_setting(argument: str) -> bool:
-    """Return whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`). Flags do neither."""
+    """Return whether `argument` sets a value (`key=value`, `+key=value`) or removes one (`~key`). Flags are no
+    settings."""
     return argument.startswith("~") or _SETTING.match(argument) is not None
 
 
@@ -67,7 +70,7 @@ def _is_group(key: str) -> bool:
 
 @cache
 def _free_text() -> set[str]:
-    """Return the names of the settings whose value is passed on literally: paths and other free text, but no lists."""
+    """Return the last parts of the keys whose value is passed on literally: paths and other free text, but no lists."""
     return {
         key.rpartition(".")[2]
         for schema in SCHEMAS.values()
@@ -79,15 +82,14 @@ def _free_text() -> set[str]:
 
 @cache
 def _open_keys() -> tuple[set[str], tuple[str, ...]]:
-    """Return the keys of mappings, and the beginnings of the keys in them."""
+    """Return the keys of settings that are mappings, and the prefixes of the keys inside them."""
     mappings = {key for key, field in fields(TrainConfig) if get_origin(field.annotation) is dict}
     return mappings, tuple(f"{key}." for key in mappings)
 
 
 def _opens(key: str, value: str) -> bool:
-    """Return whether the setting may add a key: a name of the user's in a mapping, or a setting that only other kinds
-    of draft have, which `checked` then rejects with a better message. Without `++`, Hydra rejects both as unknown
-    keys."""
+    """Return whether the setting may add a key, so that `++` is needed. That is a name of the user's in a mapping, or a
+    setting that only other kinds of draft have. `checked` rejects the latter with a better message than Hydra's."""
     mappings, inner = _open_keys()
     return (
         (key in mappings and value.startswith("{"))
@@ -115,7 +117,7 @@ def literal(text: str) -> str:
 
 
 def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """Return one line that says why Hydra rejected the `arguments` of `command`. It names the key and its allowed
+    """Return one line that says why Hydra rejected the `arguments` of `command`. The line names the key and its allowed
     values."""
     settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
     typed = {setting["key"]: setting["value"] for setting in settings}
@@ -138,8 +140,8 @@ def _path_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | No
 
 
 def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object], error: Exception) -> str | None:
-    """Return the error message for several values of one setting without -m, or for one value of a list, else None.
-    typed: value by key."""
+    """Return the error message if one setting has several values without -m, or if a list has a single value; otherwise
+    None. typed: value by key."""
     for key, value in typed.items():
         said = f"{key}={value}: "
         if str(error).startswith("Ambiguous value") and f"'{key}={value}'" in str(error):
@@ -193,8 +195,8 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def flag(name: str, command: str) -> str:
-    """Return the error message for a flag that no command has, such as --learning_rate. It names the setting that is
-    meant."""
+    """Return the error message for a flag that no command has, such as --learning_rate. The message names the setting
+    that the user probably meant."""
     key = name.lstrip("-").replace("-", "_")
     keys = keys_of(command)
     if key not in keys:

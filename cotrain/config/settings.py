@@ -1,8 +1,8 @@
 """The settings of each command, as classes with types, ranges and defaults.
 
-Hydra composes them: `conf/NAME.yaml` names the groups of a command, whose options are files of conf/ or presets of the
-classes, see `register`. What it composed is validated once, see `checked`; so an unknown key, a wrong type or a value
-outside its range is an error, in a file and on the command line.
+Hydra composes them. `conf/NAME.yaml` names the groups of a command; the options of a group are files in conf/ or
+presets of its class, see `register`. `checked` then validates the composed settings once. So an unknown key, a wrong
+type or a value outside its range is an error, both in a file and on the command line.
 """
 
 import sys
@@ -153,7 +153,7 @@ class TeacherConfig(Settings):
 
 
 class DatastoreConfig(Settings):
-    """Settings of `cotrain datastore`, which indexes texts, from which drafts are then looked up."""
+    """Settings of `cotrain datastore`, which indexes texts for drafts by look-up."""
 
     target: Target = Target()
     data: Data = Data()
@@ -164,7 +164,7 @@ class DatastoreConfig(Settings):
 
 
 class DraftFolderConfig(Settings):
-    """What the commands share that open a draft folder and measure it."""
+    """The settings shared by all commands that read a draft folder and measure its draft."""
 
     target: ServedTarget = ServedTarget()
     quantisation: Quantisation = Quantisation()
@@ -188,7 +188,7 @@ class BenchConfig(DraftFolderConfig):
 
 
 class PlanConfig(DraftFolderConfig):
-    """Settings of `cotrain plan`, which forecasts the speed of drafts of one target."""
+    """Settings of `cotrain plan`, which forecasts the speed of one target with one or several drafts."""
 
     drafts: Annotated[list[str], Mark.PATH] = []
     """Further draft folders, of the same target."""
@@ -304,7 +304,7 @@ SAMPLING_COMMANDS = ("train", "rollout")  # they can use data=self
 
 @cache
 def register() -> None:
-    """Register the groups' options with Hydra, and the defaults of each command as `NAME_schema`, to which
+    """Register the options of all groups with Hydra, and the defaults of each command as `NAME_schema`, to which
     `conf/NAME.yaml` refers."""
     from hydra.core.config_store import ConfigStore
 
@@ -318,8 +318,8 @@ def register() -> None:
 
 
 def presets() -> dict[str, dict[str, Settings]]:
-    """Return the options of each group that are not files of conf/, as group -> option -> settings. All groups are
-    those of `cotrain train`."""
+    """Return the options of each group that are not files in conf/, as group -> option -> settings. The groups are the
+    ones in the settings of `cotrain train`."""
     groups = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     drafts: dict[str, Settings] = {kind: one(kind=kind) for kind, one in DRAFTS.items()}
     return {"draft": drafts} | {
@@ -330,8 +330,8 @@ def presets() -> dict[str, dict[str, Settings]]:
 
 
 def _own(schema: type[Settings]) -> dict[str, Any]:
-    """Return the defaults of a command, nested. For a group, only the values that differ from the group's option are
-    returned."""
+    """Return the defaults of a command as nested dictionaries. For a group, only values that differ from the group's
+    option are included."""
     node = {}
     for name, field in schema.model_fields.items():
         value = field.default
@@ -343,8 +343,8 @@ def _own(schema: type[Settings]) -> dict[str, Any]:
 
 
 def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
-    """Return every dotted key of the command `name` with its default, including groups. kind: of the draft, for
-    `cotrain train`."""
+    """Return every dotted key of the command `name` with its default, including groups. kind: the kind of draft, for
+    `cotrain train`; None for the default kind."""
     values = SCHEMAS[name]().model_dump(by_alias=True)
     if kind in DRAFTS and name == "train":
         values["draft"] = DRAFTS[kind](kind=kind).model_dump()
@@ -352,7 +352,8 @@ def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
 
 
 def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield every dotted key of nested dictionaries with its value, including keys whose value is a dictionary."""
+    """Yield (dotted key, value) for all keys of nested dictionaries, including keys whose value is a dictionary.
+    prefix: text before each key."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield f"{prefix}{key}", value
@@ -360,10 +361,10 @@ def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def checked(name: str, cfg: "DictConfig") -> Any:
-    """Return the settings of the command `name` that Hydra composed.
+    """Return the validated settings of the command `name`. cfg: the settings that Hydra composed.
 
-    Raises UserError for a key that its class lacks (`+key=` can add one), for a wrong type and for a value outside its
-    range.
+    Raises UserError for a key that the command's class does not have (`+key=` can add one), a missing value, a wrong
+    type, or a value outside its range.
     """
     from omegaconf import OmegaConf
 
@@ -380,8 +381,8 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 
 
 def _wrong(name: str, composed: Any, error: ValidationError) -> str:
-    """Return the message for the first wrong setting. It names the key and the value, and says what to set. composed:
-    all settings, nested."""
+    """Return the error message for the first wrong setting: its key, its value, and what to set instead. composed: all
+    settings, nested."""
     first = error.errors(include_url=False)[0]
     kind, path = None, [part for part in first["loc"] if isinstance(part, str)]
     if path[0] == "draft" and len(path) > 1 and path[1] in DRAFTS:
@@ -410,9 +411,9 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
 
 
 def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
-    """Raise UserError for the first setting that the user typed and nothing reads in this run. typed: settings, as
-    key=value. The values null, 0 and [] are always accepted. For settings of no use to this kind of draft (`_idle`)
-    only a line is printed, since a sweep over kinds sets them for all."""
+    """Raise UserError for the first setting that the user typed and nothing reads in this run. typed: the typed
+    settings, as key=value. The values null, 0 and [] are always accepted. If a setting is only useless for this kind of
+    draft (`_idle`), a line is printed instead, because a sweep over kinds sets it for all of them."""
     pairs = (setting.partition("=") for setting in typed)
     values = {key.lstrip("+"): value for key, _, value in pairs if value not in ("null", "0", "[]")}
     wrong = {
@@ -431,7 +432,7 @@ def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
 
 
 def _idle(cfg: TrainConfig) -> dict[str, str]:
-    """Return the settings that are of no use for this kind of draft, with the reason."""
+    """Return the settings that have no use for this kind of draft, as key -> reason."""
     draft, init, idle = cfg.draft, cfg.init.kind, dict[str, str]()
     if not draft.trained:
         groups = {key for key in keys_of("train") if key.partition(".")[0] in ("loss", "optimizer")}
@@ -461,8 +462,8 @@ def from_target(data: Data) -> bool:
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """Return the regime as sampling settings of the engine. temperature: replaces the regime's. No value of the regime
-    may be None, see `served_pair.as_trained`."""
+    """Return the engine's sampling settings for a regime. temperature: replaces the regime's temperature; None keeps
+    it. No value in `regime` may be None; `served_pair.as_trained` sets them."""
     from inference import Sampling  # imports torch
 
     temperature = regime.temperature if temperature is None else temperature
@@ -471,20 +472,20 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of a run's training texts, which has equally many texts at each:
-    rollout.train_temperatures, else draft.temperatures, else the regime's temperature."""
+    """Return the temperatures of the training texts: rollout.train_temperatures if set, else draft.temperatures, else
+    the regime's temperature. There are equally many texts at each."""
     return cfg.rollout.train_temperatures or cfg.draft.temperatures or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of the held-out texts, in ascending order: rollout.temperatures, those of the training
-    texts, and the regime's temperature, at which checkpoints are ranked."""
+    """Return the temperatures of the held-out texts, in ascending order: rollout.temperatures, the temperatures of the
+    training texts, and the regime's temperature, at which checkpoints are ranked."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 
 def truncation(regime: Regime) -> "Callable[[Tensor], Tensor] | None":
-    """Return a function logits (n, V) -> logits (n, V) that applies the regime's top-k and top-p, or None if it has
-    neither."""
+    """Return a function logits (n, V) -> logits (n, V) that applies the regime's top-k and top-p, or None if the regime
+    has neither."""
     from inference.sampling import keep_top_k, keep_top_p  # imports torch
 
     cuts: list[Callable[[Tensor], Tensor]] = [partial(keep_top_k, k=regime.top_k)] if regime.top_k else []

@@ -1,8 +1,8 @@
-"""Conversations of the user's own logs, rendered by the target's chat template.
+"""Conversations from the user's logs, rendered by the target's chat template.
 
-Each turn of the assistant is one text. The prompt is everything before it, rendered with the generation prompt. The
-completion is what the template adds for the turn. So only generated tokens are learnt, and the history is as the
-template renders it at that turn; some templates drop the thoughts of earlier turns.
+Each turn of the assistant becomes one text. Its prompt is everything before the turn, rendered with the generation
+prompt. Its completion is the text that the template adds for the turn. So only generated tokens are learnt, and the
+earlier turns look as the template renders them at that moment; some templates drop the thoughts of earlier turns.
 """
 
 import json
@@ -23,7 +23,7 @@ DIRECTIVES = [f"%{sign}{letter}" for letter in "aAbBcdDeFGHIjmMpSTuUVwWxXyY" for
 
 
 class Turn(NamedTuple):
-    """Ids of a prompt and of its completion. lost: why the completion cannot be used; "" if it can."""
+    """The token ids of a prompt and of its completion. lost: why the completion cannot be used; "" if it can."""
 
     prompt: list[int]
     completion: list[int]
@@ -32,13 +32,13 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Template:
-    """Renders messages by the target's chat template.
+    """Renders messages with the target's chat template.
 
     Args:
         options: arguments of the template, such as enable_thinking.
-        ends: ids that end a completion. The template may add more after one (a line break, say), which was never
-            generated.
-        day: the date that the template writes; None: today's.
+        ends: token ids that end a completion. After one, the template may add more text, such as a line break, which
+            the target did not generate.
+        day: the date that the template writes; None for today.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -52,9 +52,9 @@ class Template:
         return CLOCK in str(self.tokenizer.chat_template)
 
     def text(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
-        """Return the messages as text, rendered by the chat template. tools: their definitions, or None. prompt:
-        whether the text ends with the tokens that open the assistant's turn. Raises ValueError if the template fails or
-        renders nothing."""
+        """Return the messages as text, rendered by the chat template. tools: the tools' definitions, or None. prompt:
+        whether the text ends with the tokens that begin the assistant's turn. Raises ValueError if the template fails,
+        renders nothing, or ignores the user's messages."""
         try:
             text = self._rendered(messages, tools, prompt)
         except ValueError:
@@ -62,7 +62,7 @@ class Template:
                 raise
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
-            raise ValueError("the target's chat template renders no text for it")
+            raise ValueError("the target's chat template renders no text for this conversation")
         if self.ignores_user:
             raise ValueError(
                 "the target's chat template renders the same text whatever the user says: correct how it uses "
@@ -72,7 +72,7 @@ class Template:
 
     @cached_property
     def ignores_user(self) -> bool:
-        """Return whether the template drops what a user says."""
+        """Return whether the template renders the same text whatever the user's message is."""
         try:
             said, other = (self._rendered([{"role": "user", "content": one}], None, True) for one in ("a", "b"))
         except ValueError:  # it needs more than a message
@@ -99,17 +99,18 @@ class Template:
             raise ValueError(f"the target's chat template fails: {reason}") from error
 
     def ids(self, text: str) -> list[int]:
-        """Return the ids of rendered text. No special tokens are added, since the template has written them already."""
+        """Return the token ids of rendered text. No special tokens are added, since the template has already written
+        them."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def ended(self, ids: list[int]) -> list[int]:
-        """Return the ids up to and including the first end token."""
+        """Return `ids` up to and including the first end token, or all of them if there is none."""
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
     def turns(self, row: DataRow) -> Iterator[Turn]:
-        """Yield each turn of the assistant that follows one of a user. If the conversation ends without an answer, also
-        yield its last prompt. A row without messages is one turn. Raises ValueError if the template cannot render a
-        prompt."""
+        """Yield each turn of the assistant that follows a user's message. If the conversation ends without an answer,
+        also yield its last prompt with an empty completion. A row without messages is one turn. Raises ValueError if
+        the template cannot render a prompt."""
         if not row.messages:
             end = self.tokenizer.eos_token_id
             said = [*self.ids(row.completion), *([] if end is None else [end])] if row.completion else []
@@ -124,8 +125,8 @@ class Template:
             yield Turn(self.ids(self.text(row.messages, row.tools, prompt=True)), [])
 
     def _turn(self, before: str, message: Message, whole: str) -> Turn:
-        """Return the turn of `message`. before: the rendered text up to where the message begins; whole: the same up to
-        its end."""
+        """Return the turn for `message`. before: the rendered text up to the beginning of the message. whole: the
+        rendered text up to its end."""
         prompt = self.ids(before)
         if not message["content"].strip() and "tool_calls" not in message:
             return Turn(prompt, [], "the answer is empty")
@@ -144,13 +145,13 @@ class Template:
 
 
 def _fixed(day: date) -> str:
-    """Return a piece of template that makes the rest of it write `day` as today's date."""
+    """Return template code that makes the rest of the template write `day` as today's date."""
     values = "".join(f".replace({one!r}, {day.strftime(one)!r})" for one in DIRECTIVES)
     return f"{{%- macro {CLOCK}(format) %}}{{{{ format{values} }}}}{{%- endmacro %}}{{{{ '' }}}}"
 
 
 def _written(message: Message) -> Message:
-    """Return the message with the arguments of tool calls as JSON text, which some templates concatenate."""
+    """Return the message with the arguments of tool calls as JSON text, because some templates concatenate them."""
     calls = [json.loads(json.dumps(call)) for call in message.get("tool_calls", ())]
     for call in calls:
         function = call.get("function", call)

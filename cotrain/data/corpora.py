@@ -1,9 +1,9 @@
 """The embedded corpora: text that is on this machine or generated here, never downloaded.
 
-`code` is Python source (the standard library and the packages this project installs), `prose` is English text (help
-topics, package descriptions, docstrings), `records` is JSON from a seeded generator. A hash of a document's path,
-relative to its root, decides whether it is in train or held-out, so all machines agree. The shipped prompts are parts
-of held-out documents.
+`code` is Python source (the standard library and the packages that this project installs), `prose` is English text
+(help topics, package descriptions, docstrings), and `records` is JSON from a seeded generator. A hash of a document's
+path decides whether it is a training or a held-out document, so all machines agree. The shipped prompts are parts of
+held-out documents.
 """
 
 import ast
@@ -51,7 +51,7 @@ WORD = "urgent fragile returned gift insured express sealed checked late partial
 
 @dataclass(frozen=True)
 class Document:
-    """A text, and its path relative to its root, whose hash decides the split."""
+    """A text and its path relative to its root directory. The hash of the path decides the split."""
 
     path: str
     text: str
@@ -66,14 +66,15 @@ def _hash(text: str) -> int:
 
 
 def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
-    """Return documents of a domain, each text once, up to the first with which they have `max_bytes` of UTF-8 together.
+    """Return distinct documents of a domain, in a fixed order, until their total size reaches `max_bytes` of UTF-8
+    text.
 
-    domain: one of `DOMAINS`. split: "train" or "held_out". Raises ValueError for another domain or split, and if there
+    domain: one of `DOMAINS`. split: "train" or "held_out". Raises ValueError for any other domain or split, or if there
     is no document.
     """
     sources = {"code": _code, "prose": _prose, "records": _records}
     if domain not in sources:
-        raise ValueError(f"data.bytes: no embedded corpus {domain!r}; there are {', '.join(DOMAINS)}")
+        raise ValueError(f"data.bytes: there is no embedded corpus {domain!r}: use only {', '.join(DOMAINS)}")
     if split not in ("train", "held_out"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'held_out'")
     documents, seen, size = [], set(), 0
@@ -87,13 +88,15 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
         if size >= max_bytes:
             break
     if not documents:
-        raise ValueError(f"embedded corpus {domain!r}: no text found on this machine for split {split!r}")
+        raise ValueError(
+            f"data.bytes: the corpus {domain!r} has no text for {split!r} here: leave it out, or set data.path="
+        )
     return documents
 
 
 def text_pieces(text: str) -> list[str]:
-    """Cut a text at line ends into pieces of at least `PIECE` characters; the last may be shorter. Blank pieces are
-    dropped."""
+    """Cut a text at line ends into pieces of at least `PIECE` characters. The last piece may be shorter. Blank pieces
+    are dropped."""
     cuts, lines, size = [], list[str](), 0
     for line in text.splitlines(keepends=True):
         lines.append(line)
@@ -105,8 +108,8 @@ def text_pieces(text: str) -> list[str]:
 
 
 def manifest(documents: Iterable[Document]) -> dict[str, int | str]:
-    """Return the number of documents ("files"), their UTF-8 bytes ("bytes"), and a hash of their texts in this order
-    ("hash")."""
+    """Return the number of documents ("files"), their total size in bytes of UTF-8 ("bytes"), and a hash of their texts
+    in this order ("hash")."""
     digest, files, size = hashlib.blake2b(digest_size=16), 0, 0
     for document in documents:
         data = document.text.encode()
@@ -156,7 +159,8 @@ def _docstrings(source: str) -> Iterator[str]:
 
 
 def _source_files() -> list[tuple[str, Path]]:
-    """Return (path relative to its root, file) of every usable source file, ordered by the hash of the path."""
+    """Return pairs (path relative to its root directory, file) for every usable source file, ordered by the hash of the
+    path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [(str(file.relative_to(root)), file) for file in root.rglob("*.py")]
     for name in _distributions():
@@ -259,8 +263,8 @@ def _date(rng: random.Random) -> str:
 
 
 def records(number: int) -> str:
-    """Return the text of the generated document `number`: two to eight JSON objects of the same form (persons, orders,
-    sensor readings or events). Each is on a line of its own, or indented over several lines."""
+    """Return the text of the generated document `number`: two to eight JSON objects with the same keys (persons,
+    orders, sensor readings or events). Each object is on one line, or indented over several lines."""
     rng = random.Random(number)
     make = rng.choice([_person, _order, _reading, _event])
     indent = rng.choice([None, 2])
@@ -268,8 +272,8 @@ def records(number: int) -> str:
 
 
 def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
-    """Return the rows {"domain", "text"} of a file in data/, by default the shipped prompts. The domains of the rows
-    alternate, so the first n rows have texts of all domains."""
+    """Return the rows {"domain", "text"} in the file data/`name`. The domains alternate, so the first n rows have texts
+    of all domains."""
     lines = (folder("data") / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -277,11 +281,11 @@ def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
 def shipped_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the ids of the shipped prompts, each once, as two lists: those that rank checkpoints and draft lengths (a
-    third), and those that time the exported draft. Domains alternate in both.
+    """Return the token ids of the distinct shipped prompts as two lists. The first list, a third of them, is used to
+    rank checkpoints and draft lengths; the second to time the exported draft. Domains alternate in both lists.
 
-    tokens: the length to which prompts are cut. encoder: whether the target has an encoder; the shipped sources are
-    then used instead, uncut because they are short.
+    tokens: the length to which prompts are cut. encoder: whether the target has an encoder. The shipped inputs for
+    encoders are then used instead, uncut because they are short.
     """
     places: dict[tuple[int, ...], int] = {}
     for place, (ids, _) in enumerate(_shipped_prompts(tokenizer, tokens, encoder)):
@@ -293,7 +297,7 @@ def shipped_ids(
 def shipped_domains(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> dict[tuple[int, ...], str]:
-    """Return the domain of each prompt of `shipped_ids`; the keys are the ids of the prompts."""
+    """Return the domain of each prompt in `shipped_ids`, keyed by the prompt's token ids."""
     return dict(_shipped_prompts(tokenizer, tokens, encoder))
 
 

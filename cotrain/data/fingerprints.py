@@ -1,7 +1,7 @@
 """Fingerprints of models, tokenizers and files. Stored texts and hidden states are reused only if the fingerprints of
-what produced them (weights, settings, data) are unchanged.
+the weights, settings and data behind them are unchanged.
 
-A fingerprint is a JSON value. Two are compared key by key, so a message can name the keys that differ.
+A fingerprint is a JSON value. Two fingerprints are compared key by key, so a message can name the keys that differ.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict
 
 
 def settings(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the config without names and versions. Values that equal the defaults of transformers are left out, so
-    keys that a later release adds do not change the fingerprint."""
+    """Return the config as a dictionary, without names and versions. Values that equal the defaults of transformers are
+    left out, so a key that a later release adds does not change the fingerprint."""
     return dict(_plain(config.to_diff_dict()))
 
 
 def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return hashes of the vocabulary with its special ids, of the chat template (None without one), and of the ids of
-    `PROBE`."""
+    """Return three hashes: of the vocabulary with its special ids, of the chat template (None without one), and of the
+    token ids of `PROBE`."""
     return {
         "vocabulary": hash_tokenizer(tokenizer),
         "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,
@@ -59,10 +59,11 @@ def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of the weights. It changes if the model is trained further or quantised.
 
-    It covers `SAMPLE` values of each tensor, the sum of the bits of all its values, and the method of quantisation. The
-    same numbers in bfloat16 and in float32 have the same hash. The other hash of weights,
-    `inference.drafts.compatibility.hash_weights`, is of some bytes of files that need not be loaded. This one is of a
-    loaded target, quantised and with its adapter, since caches hold what that target computed.
+    The hash covers `SAMPLE` values of each tensor, the sum of the bits of all its values, and the method of
+    quantisation. The same numbers in bfloat16 and in float32 give the same hash.
+    `inference.drafts.compatibility.hash_weights` is another hash: it covers some bytes of weight files, which need not
+    be loaded. This one covers a loaded target, quantised and with its adapter, because caches store the outputs of that
+    target.
     """
     digest = hashlib.blake2b(digest_size=16)
     for place, tensor in enumerate(model.state_dict().values()):
@@ -76,8 +77,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _some_bits(flat: Tensor, place: int) -> bytes:
-    """Return the bits of `SAMPLE` values of a tensor. They are pseudorandom, since a fixed stride could hit the same
-    column of each row. place: the number of the tensor in its model."""
+    """Return the bits of `SAMPLE` pseudorandomly chosen values of a tensor, as bytes. A fixed stride could hit the same
+    column in each row. flat (n,). place: the tensor's number in its model."""
     size = flat.numel()
     drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(SAMPLE, size))
     chosen = torch.from_numpy((numpy.frombuffer(drawn, "<u8") % max(size, 1)).astype("int64"))
@@ -85,15 +86,15 @@ def _some_bits(flat: Tensor, place: int) -> bytes:
 
 
 def _bits(values: Tensor) -> Tensor:
-    """Return the bits of floating-point numbers as integers, the same in bfloat16 and in float32; integers
-    unchanged."""
+    """Return the bits of floating-point numbers as integers of the same shape, equal for bfloat16 and float32. Integers
+    are returned unchanged."""
     if values.dtype == torch.float64:
         return values.view(torch.int64)
     return values.float().contiguous().view(torch.int32) if values.is_floating_point() else values.long()
 
 
 def contents(files: Mapping[str, Path]) -> str:
-    """Return a hash of the contents of files. The keys of `files` are hashed too, the paths are not."""
+    """Return a hash of the contents of files. files: path by name. The names are hashed too, the paths are not."""
     digest = hashlib.blake2b(digest_size=16)
     for name, path in sorted(files.items()):
         stat = path.stat()
@@ -103,13 +104,15 @@ def contents(files: Mapping[str, Path]) -> str:
 
 @cache
 def _held(path: Path, size: int, changed: int) -> str:
-    """Return a hash of a file's content. It is cached until the file's size or modification time changes."""
+    """Return a hash of a file's content. It is cached until the file's size or modification time (nanoseconds)
+    changes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, hashlib.blake2b).hexdigest()
 
 
 def stamps(files: Mapping[str, Path]) -> str:
-    """Return a hash of the names, sizes and modification times of files, for files that are too large to be read."""
+    """Return a hash of the names, sizes and modification times of files that are too large to be read. files: path by
+    name."""
     stats = {name: path.stat() for name, path in files.items()}
     return _hash([[name, stat.st_size, stat.st_mtime_ns] for name, stat in sorted(stats.items())])
 
@@ -122,7 +125,7 @@ def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
 
 def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return a message that lists the values that differ between two fingerprints. If a value is a hash, only its key
-    is listed. actual: what is stored; wanted: what is asked for now."""
+    is listed. actual: the stored fingerprint. wanted: the fingerprint that is needed now."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     parts = []
     for key in differences(actual, wanted):
@@ -145,8 +148,8 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def _adapter(model: PreTrainedModel) -> str | None:
-    """Return a hash of the settings of unmerged adapters, such as their scale; None without adapters. The tensors of
-    adapters are in the state dict."""
+    """Return a hash of the settings of unmerged adapters, such as their scale, or None without adapters. The adapters'
+    tensors are not covered, since they are in the state dict."""
     adapters = getattr(model, "peft_config", None)  # set by peft alone
     if not adapters:
         return None
@@ -155,7 +158,7 @@ def _adapter(model: PreTrainedModel) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """Return the value with JSON types, without the keys in `NAMES`."""
+    """Return the value with JSON types only, without the keys in `NAMES`."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items() if key not in NAMES}
     if isinstance(value, list | tuple):

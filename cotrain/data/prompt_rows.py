@@ -1,6 +1,6 @@
-"""Sources of prompts: rows that are whole prompts (`PromptRows`), and texts that begin with a prompt (`TextStarts`).
+"""Prompts from data: rows that are whole prompts (`PromptRows`), and texts that begin with a prompt (`TextStarts`).
 
-Prompts have the special tokens that the tokenizer adds, as on a server, and are never cut at the front.
+Prompts have the special tokens that the tokenizer adds, as on a server. They are never cut at the front.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,11 +27,11 @@ STEP = 16  # the limit is a multiple of it
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Whole prompts, each with its completion if the data has one; rows have the keys of `training_texts.FEATURES`.
+    """Whole prompts, each with its completion if the data has one. rows have the keys of `training_texts.FEATURES`.
 
-    Methods leave out prompts of more ids than their argument `tokens`. Such prompts are not cut, since the target would
-    answer a cut prompt differently. rendered: whether the target's chat template rendered the prompts. remarks: lines
-    for the user about how the data were read.
+    Methods leave out prompts with more than `tokens` tokens. Such prompts are not cut, since the target would answer a
+    cut prompt differently. rendered: whether the target's chat template rendered the prompts. remarks: lines for the
+    user about how the data were read.
     """
 
     rows: list[Row]
@@ -42,8 +42,8 @@ class PromptRows:
         return len(self.rows)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Return a line that says how many prompts are not used because they are empty or have more than `tokens` ids.
-        Return "" if all are used. split: the name of their split. key: the setting whose value is `tokens`."""
+        """Return a line that counts the prompts that are not used, because they are empty or have more than `tokens`
+        tokens. Return "" if all are used. split: the name of their split. key: the setting whose value is `tokens`."""
         sizes = [len(row["prompt"]) for row in self.rows]
         long, empty = sum(size > tokens for size in sizes), sizes.count(0)
         reasons = [f"{long} are longer than {key}={tokens}"] * (long > 0)
@@ -52,42 +52,44 @@ class PromptRows:
         return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return (domain, prompt ids) of the rows that `chosen` returns. Raises ValueError if a domain has no prompt of
-        at most `tokens` ids."""
+        """Return pairs (domain, token ids of a prompt) for the rows that `chosen` returns. Raises ValueError if a
+        domain has no prompt with at most `tokens` tokens."""
         chosen = self.chosen(count, tokens, seed)
         present = {row["domain"] for row in chosen}
         for domain in sorted({row["domain"] for row in self.rows} - present):
             shortest = min(len(row["prompt"]) for row in self.rows if row["domain"] == domain)
             whose = f"the domain {domain}" if self.domains(tokens) else "it"
             raise ValueError(
-                f"data.path: {whose} has no prompt of at most rollout.prompt_tokens={tokens}, the "
+                f"data.path: {whose} has no prompt of at most rollout.prompt_tokens={tokens} tokens, the "
                 f"shortest has {shortest}: {LONGER}"
             )
         return [(row["domain"], row["prompt"]) for row in chosen]
 
     def covered(self, tokens: int) -> bool:
-        """Return whether each domain has a prompt of at most `tokens` ids."""
+        """Return whether each domain has a prompt with at most `tokens` tokens."""
         return all(each[0] <= tokens for each in _lengths(self))
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
-        """Return at most `count` rows per domain, a random choice of those whose prompt has at most `tokens` ids."""
+        """Return at most `count` rows per domain, chosen at random from the rows whose prompt has at most `tokens`
+        tokens."""
         fitting = self._fitting(tokens, seed)
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
     def each(self, tokens: int) -> list[list[int]]:
-        """Return the prompt of each row, in order; [] for a row whose prompt has more than `tokens` ids."""
+        """Return the token ids of each row's prompt, in order. A prompt with more than `tokens` tokens becomes []."""
         return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """Return the rows whose prompt is not `splits.shared` with one of `learnt`, and add a remark on how many rows
-        are left out. tokens: the most ids of a prompt."""
+        """Return the rows whose prompt is not `splits.shared` with one of the prompts `learnt`, with a remark that
+        counts the rows left out. tokens: the most tokens of a prompt."""
         common = _common(self.each(tokens), learnt, tokens)
         rest = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
         return replace(self, rows=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Return all prompts of at most `tokens` ids, in random order. Raises ValueError if there are none."""
+        """Return the token ids of all prompts with at most `tokens` tokens, in random order. Raises ValueError if there
+        are none."""
         fitting = self._fitting(tokens, seed)
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
@@ -97,14 +99,14 @@ class PromptRows:
         return [row["prompt"] for row in fitting]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """Return the domain of each prompt; the keys are the ids of the prompts. It is empty if all have the same
+        """Return the domain of each prompt, keyed by the prompt's token ids. It is empty if all prompts have the same
         domain."""
         domains = {tuple(row["prompt"]): row["domain"] for row in self.rows}
         return domains if len({*domains.values()}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
-        """Return the number of the conversation that each prompt is from; the keys are the ids of the prompts. Turns of
-        one conversation are not independent."""
+        """Return the number of each prompt's conversation, keyed by the prompt's token ids. Turns of one conversation
+        are not independent of each other."""
         return {tuple(row["prompt"]): row.get("unit", place) for place, row in enumerate(self.rows)}
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
@@ -114,10 +116,11 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class TextStarts:
-    """Texts whose beginnings are prompts: the first `tokens` ids of a text, or all ids of a shorter one.
+    """Texts whose beginnings are prompts: the first `tokens` tokens of a text, or all tokens of a shorter one.
 
-    starts: rows (text, domain), whose texts begin with the prompts. texts: rows (text, domain) for corpus steps and
-    datastores: the rows of `starts`, or the documents from which those were cut. remarks: as in `PromptRows`.
+    starts: rows (text, domain); each text begins with a prompt. texts: rows (text, domain) for corpus steps and
+    datastores. These are the rows of `starts`, or the documents from which `starts` were cut. remarks: see
+    `PromptRows`.
     """
 
     starts: datasets.Dataset
@@ -130,7 +133,7 @@ class TextStarts:
         return len(self.starts)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Return "", since long texts are cut, not left out. Compare `PromptRows.left_out`."""
+        """Return "", since long texts are cut and not left out. Compare `PromptRows.left_out`."""
         return ""
 
     def covered(self, tokens: int) -> bool:
@@ -138,7 +141,7 @@ class TextStarts:
         return True
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return (domain, prompt ids) of at most `count` random texts per domain."""
+        """Return pairs (domain, token ids of a prompt) for at most `count` random texts per domain."""
         generator, prompts = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
@@ -149,30 +152,30 @@ class TextStarts:
         return prompts
 
     def each(self, tokens: int) -> list[list[int]]:
-        """Return the prompt of each text, in order."""
+        """Return the token ids of each text's prompt, in order."""
         return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """Return the texts whose prompt is not `splits.shared` with one of `learnt`, and add a remark on how many are
-        left out. tokens: the most ids of a prompt."""
+        """Return the texts whose prompt is not `splits.shared` with one of the prompts `learnt`, with a remark that
+        counts the texts left out. tokens: the most tokens of a prompt."""
         common = _common(self.each(tokens), learnt, tokens)
         rest = self.starts.select([place for place, shared in enumerate(common) if not shared])
         return replace(self, starts=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Return the prompts of all texts, in random order."""
+        """Return the token ids of all prompts, in random order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
         return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """Return the domain of each prompt; the keys are the ids of the prompts. It is empty if all have the same
+        """Return the domain of each prompt, keyed by the prompt's token ids. It is empty if all prompts have the same
         domain."""
         domains: list[str] = list(self.starts["domain"])
         return dict(zip(map(tuple, self.each(tokens)), domains, strict=True)) if len({*domains}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
-        """Return the number of the document that each prompt is from; the keys are the ids of the prompts. Pieces of
-        one document are not independent."""
+        """Return the number of each prompt's document, keyed by the prompt's token ids. Pieces of one document are not
+        independent of each other."""
         rows = self.starts
         documents = rows["document"] if "document" in rows.column_names else range(len(rows))
         return dict(zip(map(tuple, self.each(tokens)), documents, strict=True))
@@ -182,9 +185,9 @@ Source = PromptRows | TextStarts
 
 
 def said_of_rows(sources: Mapping[str, Source], tokens: int, key: str = "rollout.prompt_tokens") -> list[str]:
-    """Return lines for the user about how the data were read, and how many prompts of each split are left out.
+    """Return lines for the user: how the data were read, and how many prompts of each split are left out.
 
-    sources: by split. tokens: the most ids of a prompt. key: the setting that has this number.
+    sources: keyed by split. tokens: the most tokens of a prompt. key: the setting whose value is `tokens`.
     """
     lines = [line for source in sources.values() for line in source.remarks]
     left_out = (source.left_out(tokens, split, key) for split, source in sources.items())
@@ -192,7 +195,8 @@ def said_of_rows(sources: Mapping[str, Source], tokens: int, key: str = "rollout
 
 
 def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
-    """Return, for each prompt, whether it is `splits.shared` with one of `learnt`. Raises ValueError if all are."""
+    """Return, for each prompt, whether it is `splits.shared` with one of the prompts `learnt`. Raises ValueError if all
+    are."""
     both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
@@ -211,23 +215,25 @@ def _apart(common: Sequence[bool], tokens: int) -> list[str]:
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Yield the ids of each text with the special tokens that the tokenizer adds, as on a server."""
+    """Yield the token ids of each text, with the special tokens that the tokenizer adds."""
     for first in range(0, len(texts), BATCH):
         yield from tokenizer(list(texts[first : first + BATCH]), verbose=False)["input_ids"]
 
 
 def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id that a text starts with: the tokenizer's start token if the tokenizer writes one, else its end
-    token. Raises ValueError if the tokenizer has neither."""
+    """Return the token id that separates texts: the tokenizer's start token if it writes one, otherwise its end token.
+    Raises ValueError if the tokenizer has neither."""
     first = next(iter(tokenizer("a")["input_ids"]), None)
     start = first if first == tokenizer.bos_token_id else tokenizer.eos_token_id
     if start is None:
-        raise ValueError("target.path: its tokenizer has no start token and no end token, which separate texts")
+        raise ValueError(
+            "target.path: its tokenizer has no start or end token for texts: set eos_token in tokenizer_config.json"
+        )
     return int(start)
 
 
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Return rows (text, domain), which are whole prompts, tokenized and without completions."""
+    """Return texts as whole prompts, tokenized and without completions. texts: rows (text, domain)."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
@@ -236,7 +242,7 @@ def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def _lengths(prompts: PromptRows) -> list[list[int]]:
-    """Return the ascending lengths of the prompts of each domain, without empty prompts."""
+    """Return one list per domain: the lengths of its prompts in tokens, ascending, without empty prompts."""
     lengths: dict[str, list[int]] = {}
     for row in prompts.rows:
         if row["prompt"]:
@@ -245,13 +251,13 @@ def _lengths(prompts: PromptRows) -> list[list[int]]:
 
 
 def prompt_tokens(train: Source | None, room: int, others: Iterable[Source] = ()) -> int:
-    """Return the limit of the prompt length, in tokens, that rollout.prompt_tokens=0 stands for.
+    """Return the limit of the prompt length, in tokens, to use for rollout.prompt_tokens=0.
 
-    train: the training prompts; None: the embedded corpora. If they are not whole prompts, the limit is `SHORTEST`.
-    Otherwise it is the lowest multiple of `STEP` that the share `COVERED` of the training prompts of each domain does
-    not exceed. It is also high enough for one prompt of each domain of `others`, the splits to measure on.
+    train: the training prompts, or None for the embedded corpora. If they are not whole prompts, the limit is
+    `SHORTEST`. Otherwise it is the lowest multiple of `STEP` that admits the share `COVERED` of each domain's training
+    prompts, and at least one prompt of each domain in `others`, the splits to measure on.
 
-    room: the tokens of the context that are left for prompts. The limit is at least `SHORTEST`, and at most `room`.
+    room: how many tokens of the context are left for prompts. The limit is at least `SHORTEST`, and at most `room`.
     """
     if not isinstance(train, PromptRows):
         return SHORTEST

@@ -1,5 +1,7 @@
-"""What a row of the user's data holds: a conversation, a whole prompt, or a text that begins with a prompt; with a
-completion if it has one. A row that cannot be read is skipped with a reason, and each column is read or counted.
+"""Reads a row of the user's data: a conversation, a whole prompt, or a text that begins with a prompt; each with a
+completion if the row has one.
+
+A row that cannot be read is skipped with a reason. Every column is either read or counted as unread.
 """
 
 import json
@@ -39,11 +41,11 @@ BLANK = "it holds no text"  # many rows of a corpus are so: they do not stop a r
 
 @dataclass(frozen=True)
 class DataRow:
-    """What was read of a row of the user's data. It has `messages`, which the chat template renders, or a prompt and
-    its completion, or a text; these are used as they are.
+    """The content of a row of the user's data. It is one of three: `messages`, which the chat template renders; a
+    prompt and its completion; or a text. The last two are used as they are.
 
     place: where the row is, for messages to the user. columns: the names of the columns that were read. unread: the
-    other columns that have a value.
+    names of the other columns with a value.
     """
 
     place: str
@@ -58,14 +60,14 @@ class DataRow:
 
     @cached_property
     def opening(self) -> str:
-        """Return what opens the row, up to the first answer. It decides the split of the row."""
+        """Return the beginning of the row, up to the first answer. It decides the row's split."""
         roles = [one["role"] for one in self.messages]
         asked = self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
         return json.dumps(asked) if self.messages else self.prompt or self.text
 
     @property
     def content(self) -> str:
-        """Return all that was read of the row, as JSON text."""
+        """Return everything that was read from the row, as JSON text."""
         return json.dumps([self.messages, self.tools, self.prompt, self.completion, self.text])
 
 
@@ -74,12 +76,12 @@ class Reader:
     """Reads rows of the user's data.
 
     Args:
-        column: the column that has the conversation, prompt or text; None: the first of `COLUMNS` in the row.
-        chat: whether a prompt or text becomes a message of a user; None: only a prompt does, if the target has a chat
-            template.
+        column: the column with the conversation, prompt or text; None for the first of `COLUMNS` in the row.
+        chat: whether a prompt or text becomes a user's message. None: a prompt does, if the target has a chat template;
+            a text does not.
         templated: whether the target has a chat template.
-        encoder: whether the target has an encoder, so each row is a source.
-        other: for the error message of a row without such a column: what the user should do.
+        encoder: whether the target has an encoder. Each row is then one whole encoder input.
+        other: what the user should do if a row has no such column, for the error message.
     """
 
     column: str | None = None
@@ -89,15 +91,15 @@ class Reader:
     other: str = "name another by data.column="
 
     def row(self, values: Any, place: str = "") -> DataRow:
-        """Return what a row holds. values: the row; one that is no mapping is an error too. place: where the row is,
-        for messages to the user. Raises ValueError, with the reason, for a row that is to be skipped."""
+        """Return the content of a row. values: the row, which should be a mapping from column to value. place: where
+        the row is, for messages to the user. Raises ValueError, with the reason, if the row must be skipped."""
         if not isinstance(values, Mapping):
             raise ValueError(
                 "it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
                 'a row of JSON is an object such as {"prompt": "..."}'
             )
         if None in values:  # `csv.DictReader`
-            raise ValueError("it has more cells than the first line: quote cells that contain commas")
+            raise ValueError("it has more cells than the file's first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = str(left.pop("domain", "own"))
         content = self._read(self._column(values, left), left)
@@ -105,7 +107,8 @@ class Reader:
         return DataRow(place, read, tuple(left), domain, **content)
 
     def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:
-        """Return the name of the column that has the conversation, prompt or text."""
+        """Return the name of the column with the conversation, prompt or text. left: the values that are not blank.
+        Raises ValueError if there is no such column."""
         names = (self.column,) if self.column else (SOURCE, PROMPT, TEXT) if self.encoder else COLUMNS
         for name in names:
             if name in left:
@@ -152,7 +155,7 @@ class Reader:
 
 
 def conversation(value: Any) -> list[Message]:
-    """Return the messages of a conversation with the keys and roles of OpenAI's API, and tool calls whose arguments are
+    """Return the messages of a conversation, with the keys and roles of OpenAI's API. The arguments of tool calls are
     objects.
 
     value: a list of messages with the keys of OpenAI's API or of ShareGPT, or such a list as JSON text. Raises
@@ -179,8 +182,8 @@ def _message(who: str, given: Mapping[str, Any]) -> Message:
 
 
 def _call(who: str, call: Any) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object. who: the message that calls the tool, for the error
-    message."""
+    """Return a tool call whose arguments are an object. who: the message with the call, for the error message. Raises
+    ValueError if the arguments are no JSON object."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     arguments = decoded(who, function.get("arguments")) if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(arguments or {}, Mapping):
@@ -190,8 +193,8 @@ def _call(who: str, call: Any) -> dict[str, Any]:
 
 
 def decoded(who: str, value: Any) -> Any:
-    """Return the value of JSON text, and any other value unchanged. Return None for blank text, and for an empty object
-    or list. who: what has the value, for the error message. Raises ValueError for text that is not JSON."""
+    """Return the value of JSON text. Any other value is returned unchanged. Blank text and an empty object or list
+    become None. who: the owner of the value, for the error message. Raises ValueError for text that is not JSON."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
@@ -201,8 +204,8 @@ def decoded(who: str, value: Any) -> Any:
 
 
 def _answer(left: dict[str, Any]) -> list[Message]:
-    """Return the messages of the completion, [] if there is none. The columns of the completion are removed from
-    `left`."""
+    """Return the messages of the completion, or [] if there is none. Columns of the completion are removed from `left`.
+    Raises ValueError if two of them differ."""
     given = {name: left[name] for name in COMPLETION if name in left}
     for name in given:
         del left[name]
@@ -216,17 +219,16 @@ def _answer(left: dict[str, Any]) -> list[Message]:
 
 
 def _plain(messages: list[Message]) -> dict[str, Any]:
-    """Return a prompt and its answer, which no chat template renders. Raises ValueError if `messages` are more than
-    these."""
+    """Return {"prompt", "completion"} for a user's message and its answer; no chat template renders them. Raises
+    ValueError if there are other messages."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError(
-            "without a chat template (the target's tokenizer has none, or data.chat=false) only one message of a user, "
-            "with or without its answer, can be read"
+            "without a chat template only one message of a user, with or without its answer, can be read: leave "
+            "data.chat=false out, or name a target whose tokenizer has a chat template"
         )
     if any("tool_calls" in one for one in messages):
         raise ValueError(
-            "message 2 calls tools, which only a chat template can render; the target's tokenizer has none, or "
-            "data.chat=false"
+            "message 2 calls tools, which only a chat template can render: drop data.chat=false, or use another target"
         )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}
@@ -244,24 +246,25 @@ def _text(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows, or answers, that are left out. reasons: how many are left out, by reason. first: the place of the first
-    one, by reason."""
+    """Rows or answers that are left out. reasons: how many are left out, by reason. first: where the first of them is,
+    by reason."""
 
     reasons: Counter[str]
     first: dict[str, str]
 
     def add(self, place: str, reason: Exception | str) -> None:
-        """Count one more row at `place`, which is left out for this reason."""
+        """Count one more row as left out for this reason. place: where the row is."""
         self.reasons[str(reason)] += 1
         self.first.setdefault(str(reason), place)
 
     def said(self) -> str:
-        """Return the reasons as text, the most frequent first, each with its count and its first row."""
+        """Return the reasons as text, the most frequent first, each with its count and the place of its first row."""
         listed = [f"{count}, the first {self.first[reason]}: {reason}" for reason, count in self.reasons.most_common()]
         return "; ".join(listed[:REASONS] + ["other reasons"] * (len(listed) > REASONS))
 
     def refuse(self, setting: str, total: int) -> None:
-        """Raise ValueError, naming the setting, if more than a tenth of the rows are skipped."""
+        """Raise ValueError if more than a tenth of the `total` rows are skipped. Blank rows do not count. setting: the
+        setting that the message names."""
         count = self.reasons.total() - self.reasons[BLANK]
         if 10 * count > total:
             raise ValueError(f"{setting}: {count} of {total} rows cannot be read: {self.said()}")
@@ -274,7 +277,7 @@ def nothing_skipped() -> Skipped:
 
 def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
     """Return lines for the user: which columns were read, how prompts are used, and which rows were left out. total:
-    the number of rows, including those that were skipped."""
+    the number of rows, including skipped ones."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
     lines = [
@@ -303,12 +306,13 @@ def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
 
 
 def _counted(columns: Mapping[str, int], rows: int) -> str:
-    """Return the names of columns as text, with their counts if they are not in all rows."""
+    """Return the names of columns as text. A column that is not in all rows is followed by its count. columns: count by
+    name."""
     return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
 
 
 def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
-    """Return the rows. If some are prompts and others texts, only the prompts are returned, and the texts are added to
+    """Return the rows. If some are prompts and others are texts, return only the prompts, and add the texts to
     `skipped`."""
     rows = list(rows)
     if all(row.text for row in rows):

@@ -1,9 +1,10 @@
-"""Sequence tasks from the embedded corpora, for encoder-decoder targets: pairs of a source and its output.
+"""Sequence tasks from the embedded corpora, for encoder-decoder targets: pairs of an encoder input and its output.
 
 `signature`: the docstring of a function -> its first line. `summary`: the code of a function, without its docstring ->
-the first sentence of the docstring. `sentence`: a JSON record -> an English sentence. The documents of `corpora` decide
-the split, and a training pair is dropped if its function has the code or the first sentence of a held-out one, or its
-record is a held-out one. So a source is in one split, and so is what the two tasks of a function tell of each other.
+the first sentence of the docstring. `sentence`: a JSON record -> an English sentence.
+
+The split of a pair is its document's in `corpora`. A training pair is dropped if it shares its code, first sentence or
+record with a held-out pair. So no encoder input is in two splits, and neither is the output of its other task.
 """
 
 import ast
@@ -48,8 +49,8 @@ EVENT = (
 
 @dataclass(frozen=True)
 class SequencePair:
-    """A source, and the output that a target should give for it. task: one of `TASKS`. keys: texts of the pair that a
-    training pair may not have in common with a held-out one."""
+    """An encoder input (`source`) and the output that a target should give for it. task: one of `TASKS`. keys: texts
+    that a training pair must not share with a held-out pair."""
 
     task: str
     source: str
@@ -58,10 +59,10 @@ class SequencePair:
 
 
 def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Return rows (source, output, domain) of a split, each source once. The domain is the task.
+    """Return rows (source, output, domain) of a split, with distinct sources. The domain is the task.
 
-    max_bytes: the bytes of documents to read of the corpora "code" and "records"; other corpora have no tasks. split:
-    "train" or "held_out". Raises the errors of `embedded`, and ValueError if there is no pair.
+    max_bytes: how many bytes of documents to read, for the corpora "code" and "records"; other corpora have no tasks.
+    split: "train" or "held_out". Raises the errors of `embedded`, and ValueError if there is no pair.
     """
     held_out = set()
     if split == "train":
@@ -90,7 +91,7 @@ def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[SequencePair]:
 
 
 def functions(source: str) -> Iterator[SequencePair]:
-    """Yield the pairs `signature` and `summary` of each public function of a Python source."""
+    """Yield the pairs `signature` and `summary` for each public function in a Python source file. source: its text."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # a template or a file of another Python version
@@ -111,14 +112,14 @@ def functions(source: str) -> Iterator[SequencePair]:
 
 
 def _first_sentence(docstring: str) -> str:
-    """Return the first paragraph in one line, up to the first full stop that a space follows."""
+    """Return the first paragraph on one line, up to the first full stop that is followed by a space."""
     paragraph = " ".join(docstring.partition("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0]
 
 
 def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
     """Return the first line of a function, and the function without its docstring and decorators ("" if nothing
-    remains), as `ast.unparse` writes them."""
+    remains), both as `ast.unparse` writes them."""
     bare = copy.copy(node)
     bare.body, bare.decorator_list = [ast.Pass()], []
     signature = ast.unparse(bare).partition("\n")[0]
@@ -127,8 +128,8 @@ def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
 
 
 def sentences(text: str) -> Iterator[SequencePair]:
-    """Yield one pair of the task `sentence` for each record. text: a document of `corpora.records`, which is JSON
-    objects with a line end between them."""
+    """Yield one pair of the task `sentence` for each record. text: a document from `corpora.records`, which consists of
+    JSON objects separated by line ends."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         record, end = decoder.raw_decode(text, at)
@@ -138,7 +139,7 @@ def sentences(text: str) -> Iterator[SequencePair]:
 
 
 def sentence(record: dict[str, Any], rng: random.Random) -> str:
-    """Return an English sentence that says what a record of `corpora.records` says. rng chooses the phrasing."""
+    """Return an English sentence with the content of a record from `corpora.records`. rng chooses the phrasing."""
     if "order" in record:
         return _order(record, rng)
     if "sensor" in record:

@@ -1,7 +1,7 @@
-"""Read texts of data.path, or of the embedded corpora, and turn them into prompts, conversations or token blocks.
+"""Reads the texts in data.path, or the embedded corpora, and turns them into prompts, conversations or token blocks.
 
-data.path is a file, a glob pattern, a folder of files, a saved data set, or a hub id. `datasets` reads all of them. The
-name of an existing file is never treated as a pattern, even if it contains `*`, `?` or `[`.
+data.path is a file, a glob pattern, a folder of files, a saved data set, or a hub id. The name of an existing file is
+never treated as a pattern, even if it contains `*`, `?` or `[`.
 """
 
 import codecs
@@ -51,18 +51,17 @@ UNREADABLE = (
 
 
 def extension_of(path: Path) -> str | None:
-    """Return the file extension that selects the loader, such as ".jsonl"; that of a compression is skipped. Return
-    None if no loader reads the file."""
+    """Return the file extension that selects the loader, such as ".jsonl". The extension of a compression is skipped.
+    Return None if no loader reads the file."""
     ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
     return ending if ending in LOADERS else None
 
 
 def files_of(path: str) -> dict[str, Path]:
-    """Return the local files that data.path names; the keys are their names relative to it. It is empty if `path` may
-    be a hub id.
+    """Return the local files that data.path names, keyed by their names relative to it. It is empty if `path` may be a
+    hub id.
 
-    Raises ValueError for a missing file, a pattern that matches nothing, a folder without data, and the folder of a
-    model.
+    Raises ValueError for a missing file, a pattern without a match, a folder without data, and a model's folder.
     """
     place = Path(path)
     if place.is_dir():
@@ -76,7 +75,7 @@ def files_of(path: str) -> dict[str, Path]:
         }
         if not matching_files:
             raise ValueError(
-                f"data.path: {path} cannot be read: it holds none of {', '.join(LOADERS)}, and no saved data set"
+                f"data.path: {path} has neither files {', '.join(LOADERS)} nor a saved data set: name another folder"
             )
         return matching_files
     if place.is_file():
@@ -92,22 +91,23 @@ def files_of(path: str) -> dict[str, Path]:
 
 
 def read_data(data: Data) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of data.path, data.config and data.split; with data.streaming, only for the first
-    data.take. place: such as "own.jsonl, line 3". A row is a mapping; a line that is not JSON is yielded as text.
+    """Yield (place, row) for each row that data.path, data.config and data.split select. With data.streaming, only the
+    first data.take rows are read.
 
-    Raises ValueError, naming the key to change, if the data are missing or unreadable.
+    place: where the row is, such as "own.jsonl, line 3". A row is a mapping; a line that is not JSON is yielded as
+    text. Raises ValueError, which names the key to change, if the data are missing or unreadable.
     """
     if data.streaming and data.take < 1:
         raise ValueError(f"data.take={data.take}: with data.streaming=true it must be at least 1")
     files = files_of(data.path or "")
     for path in files.values():
         if not path.stat().st_size and extension_of(path):
-            raise ValueError(f"data.path: {path} is empty")
+            raise ValueError(f"data.path: {path} is empty: name a file with rows")
     table = next((path for path in files.values() if path.suffix == ".parquet"), None)
     if table and is_rollout(table):
         raise ValueError(
-            f"data.path: {table} holds texts that a target sampled: set rollout.folder={table.parent}, and name the "
-            "prompts with data.path="
+            f"data.path: {table} has texts that a target sampled, not prompts: set rollout.folder={table.parent} to "
+            "use them, and data.path= to the prompts"
         )
     none = True
     try:
@@ -117,11 +117,12 @@ def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     except UNREADABLE as error:
         raise unreadable(data, error) from error
     if none:
-        raise ValueError(f"data.path: {data.path} holds no rows")
+        raise ValueError(f"data.path: {data.path} has no rows: name data with rows, or another data.split=")
 
 
 def is_rollout(path: Path) -> bool:
-    """Return whether a rollout wrote this Parquet file: the prompts in it are ids."""
+    """Return whether a rollout wrote this Parquet file. In such a file the prompts are token ids. False if the file
+    cannot be read."""
     try:
         schema = pyarrow.parquet.read_schema(path)
     except UNREADABLE:  # said where its rows are read
@@ -130,10 +131,10 @@ def is_rollout(path: Path) -> bool:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """Return a JSON value that identifies where the prompts of a split come from: the settings and the files.
+    """Return a JSON value that identifies the origin of a split's prompts: the settings and the files.
 
-    Whole files are hashed; streamed files are identified by size and modification time. For the embedded corpora the
-    value has only their sizes, not the texts, which may differ between machines.
+    Whole files are hashed. Streamed files are identified by size and modification time. For the embedded corpora the
+    value has only their sizes, because the texts may differ between machines.
     """
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
@@ -184,8 +185,8 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of the files, see `read_data`. files: by the names that places have. Raises the
-    errors in `UNREADABLE`."""
+    """Yield (place, row) for each row of the files, see `read_data`. files: path by name; the name becomes part of
+    `place`. Raises the errors in `UNREADABLE`."""
     readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
         for number, row in readers.get(extension_of(path) or "", _json)(name, path):
@@ -193,14 +194,14 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(path: Path) -> Any:
-    """Return the open file, from which decompressed bytes are read."""
+    """Return an open file from which decompressed bytes are read."""
     return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
 
 
 def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each line that is not blank. place: such as "line 3". A line of a .txt file becomes {TEXT:
-    line}; any other line is read as JSON. name: the file, for the error. Raises ValueError for a line that is not
-    UTF-8."""
+    """Yield (place, row) for each line that is not blank. place: for example "line 3". A line of a .txt file becomes
+    {TEXT: line}; any other line is read as JSON. name: the file's name for the error message. Raises ValueError for a
+    line that is not UTF-8."""
     with _bytes(path) as file:
         for number, line in enumerate(file, 1):
             try:
@@ -212,8 +213,8 @@ def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of a JSON file. The file is a list of objects, one object over several lines, or
-    JSON lines, whatever its extension."""
+    """Yield (place, row) for each row of a JSON file: a list of objects, one object over several lines, or JSON lines.
+    The file's extension does not matter."""
     rows = None
     with _bytes(path) as file:
         begin = file.read(1024)
@@ -260,7 +261,8 @@ def _cleaned(value: Any) -> Any:
 
 
 def _loader(path: str, files: Mapping[str, Path]) -> str:
-    """Return the name of the `datasets` loader that reads all the files. path: data.path, for the error message."""
+    """Return the name of the `datasets` loader for all the files. path: data.path, for the error message. Raises
+    ValueError unless exactly one loader reads them."""
     counts = Counter(kind for kind in map(extension_of, files.values()) if kind)
     kinds = [kind for kind, _ in counts.most_common()]
     loaders = {LOADERS[kind] for kind in kinds}
@@ -284,7 +286,8 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
 
 
 def unreadable(data: Data, error: BaseException) -> ValueError:
-    """Return the ValueError to raise for an error of `datasets`. Its message names the key and gives the reason."""
+    """Return a ValueError for an error that was raised while data.path was read. Its message names data.path and the
+    reason."""
     return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
 
 
@@ -298,10 +301,10 @@ def _reason(data: Data, error: BaseException) -> str:
 
 @dataclass
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """N packed blocks of T tokens.
+    """N packed blocks of T tokens each.
 
-    ids (N, T). domain (N,): indices into `domains`. position_ids (N, T): the position of each token in its text; None
-    if each block is one text.
+    ids (N, T): token ids. domain (N,): indices into `domains`. position_ids (N, T): the position of each token in its
+    text; None if each block is one text.
     """
 
     ids: torch.Tensor
@@ -317,8 +320,8 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Return rows (text, domain) of the embedded corpora. max_bytes: bytes to read of each domain, see `embedded`.
-    split: "train" or "held_out"."""
+    """Return rows (text, domain) from the embedded corpora. max_bytes: how many bytes to read per domain, see
+    `embedded`. split: "train" or "held_out"."""
     rows = [
         {"text": document.text, "domain": domain}
         for domain, size in max_bytes.items()
@@ -334,14 +337,15 @@ def source_of(data: Data, split: str, template: Template, encoder: bool = False)
 
 
 def sources_of(data: Data, splits: Collection[str], template: Template, encoder: bool = False) -> dict[str, Source]:
-    """Return the prompts of some splits, as data.path and the other settings of `data` ask.
+    """Return the rows of each split, keyed by split: prompts, or texts that begin with a prompt.
 
     Args:
+        data: the settings of the data. data.path=null selects the embedded corpora.
         splits: some of `splits.SPLITS`, to which a hash assigns the user's rows; `splits.ALL_ROWS` stands for all rows.
             The embedded corpora have no split "final".
-        template: renders the messages of rows, which `rows.Reader` reads.
-        encoder: whether the target has an encoder. Each row is then a whole source; the embedded corpora give the
-            sources of `sequence_tasks`.
+        template: renders the messages of rows.
+        encoder: whether the target has an encoder. Each row is then one whole encoder input; with the embedded corpora
+            these are the tasks of `sequence_tasks`.
 
     Raises the errors of `read_data`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
     none.
@@ -366,7 +370,7 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
     rows = of_one_kind(rows, skipped)
     skipped.refuse(f"{key}: {data.path}", total)
     if not rows:
-        raise ValueError(f"data.path: {data.path} holds no text: {skipped.said()}")
+        raise ValueError(f"data.path: {data.path} has no text, all rows are skipped: {skipped.said()}")
     lost, sources = nothing_skipped(), dict[str, Source]()
     for split in splits:
         openings = [row.opening for row in rows]
@@ -393,10 +397,10 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 def sources_apart(
     data: Data, splits: Collection[str], template: Template, encoder: bool, limit: Callable[[Mapping[str, Source]], int]
 ) -> dict[str, Source]:
-    """Return the prompts of `sources_of`. If both "train" and "held_out" are among the splits, held-out prompts that
-    begin like a training prompt are left out.
+    """Return the rows of `sources_of`. If both "train" and "held_out" are among the splits, held-out prompts that begin
+    like a training prompt are left out.
 
-    limit: a function that returns the most tokens of a prompt, given the sources by split.
+    limit: a function that returns the most tokens of a prompt. Its argument is the result of `sources_of`.
     """
     sources = sources_of(data, splits, template, encoder)
     tokens = limit(sources)
@@ -420,8 +424,8 @@ def _texts(rows: Sequence[DataRow], tokenizer: PreTrainedTokenizerBase) -> TextS
 
 
 def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
-    """Return the prompts of rows with their completions. Rows that the chat template cannot render are added to
-    `skipped`. Answers that cannot be used are added to `lost`, and their prompts have no completion."""
+    """Return the prompts of rows, with their completions. A row that the chat template cannot render is added to
+    `skipped`. An answer that cannot be used is added to `lost`, and its prompt has no completion."""
     sources = list[dict[str, Any]]()
     for unit, row in enumerate(rows):
         try:
@@ -439,7 +443,7 @@ def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: 
 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
-    """Cut documents into `pieces`, so that a document gives several prompts."""
+    """Return documents cut into `text_pieces`, so that one document gives several prompts."""
     rows = [
         {"text": piece, "domain": row["domain"], "document": number}
         for number, row in enumerate(texts)
@@ -449,11 +453,11 @@ def _cut(texts: datasets.Dataset) -> datasets.Dataset:
 
 
 def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
-    """Tokenize the texts of each domain into one stream, and return it cut into blocks of `length` tokens for corpus
-    steps.
+    """Tokenize the texts of each domain into one stream, and return the streams cut into blocks of `length` tokens.
 
-    texts: rows (text, domain). Each text starts with the tokenizer's start token, or its end token if the tokenizer
-    writes no start token. Raises ValueError if there is less text than one block, or if the tokenizer has no end token.
+    texts: rows (text, domain). Each text begins with the tokenizer's start token, or its end token if the tokenizer
+    writes no start token. Raises ValueError if the texts fill less than one block, or if the tokenizer has no end
+    token.
     """
     refuse_short(texts, tokenizer, length)
     ids, domain, names, start = [], [], sorted(set(texts["domain"])), start_token(tokenizer)
@@ -467,9 +471,11 @@ def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, len
 
 
 def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-    """Raise the errors of `pack_blocks`. Texts are tokenized only until they fill one block."""
+    """Raise the errors of `pack_blocks`. Texts are tokenized only until one block is full."""
     if tokenizer.eos_token_id is None:
-        raise ValueError("target.path: its tokenizer has no end token, which separates texts")
+        raise ValueError(
+            "target.path: its tokenizer has no end token to separate texts: set eos_token in tokenizer_config.json"
+        )
     start = start_token(tokenizer)
     streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))
     if not any(next(islice(stream, length - 1, None), None) is not None for stream in streams):
@@ -484,7 +490,7 @@ def _domain(texts: datasets.Dataset, name: str) -> list[str]:
 
 
 def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
-    """Return the position ids (N, T) of packed blocks. Positions restart at 0 at every token `start`. ids: (N, T)."""
+    """Return the position ids (N, T) of packed blocks ids (N, T). Positions restart at 0 at every token `start`."""
     places = torch.arange(ids.shape[1], dtype=torch.int32).expand(ids.shape)
     return places - torch.where(ids == start, places, 0).cummax(1).values
 
@@ -498,8 +504,8 @@ def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) ->
 
 
 class SeededOrder(Sampler[int]):
-    """Endless shuffled indices below `size`, which depend only on the seed and the epoch. start: how many of the first
-    ones are skipped."""
+    """Endless shuffled indices below `size`. They depend only on the seed and the epoch. start: how many indices are
+    skipped at first."""
 
     def __init__(self, size: int, seed: int, start: int = 0) -> None:
         self.size, self.seed, self.start = size, seed, start

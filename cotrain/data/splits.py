@@ -1,5 +1,7 @@
 """Three disjoint sets of prompts: for training, for ranking (checkpoints, draft lengths), and for timing the exported
-draft. A draft that was chosen on some prompts looks better on them than on others, so no prompt is in two sets.
+draft.
+
+A draft that was chosen on some prompts looks better on these than on others, so no prompt is in two sets.
 """
 
 import hashlib
@@ -16,7 +18,8 @@ Prompt = list[int]
 
 
 def split_of(content: str) -> str:
-    """Return the split of a row of the user's data. A hash of `content` decides it, so equal rows are in one split."""
+    """Return the split of a row of the user's data. A hash of `content` decides it, so equal rows are in the same
+    split."""
     place = _hash(content) % 100
     for name, percent in PERCENT.items():
         if place < percent:
@@ -30,10 +33,11 @@ def _hash(content: str) -> int:
 
 
 def splits_of(contents: Sequence[str]) -> list[str]:
-    """Return the split of each row of a data set, by the `contents` of the rows.
+    """Return the split of each row of a data set. contents: one text per row, whose hash decides the split.
 
-    It is that of `split_of`, unless held_out or final has fewer than `LEAST` different rows. That split then gets those
-    training rows that have the lowest hashes or, if no training row is left, rows of the other split.
+    Each row's split is `split_of` its content, unless held_out or final would have fewer than `LEAST` different rows.
+    That split then also gets the training rows with the lowest hashes. If no training row is left, it gets rows of the
+    other split.
     """
     split = {content: split_of(content) for content in contents}
     least = min(LEAST, len(split) // PART)
@@ -45,13 +49,13 @@ def splits_of(contents: Sequence[str]) -> list[str]:
 
 
 def in_split(contents: Sequence[str], split: str) -> list[int]:
-    """Return the indices of the rows that are in a split, see `splits_of`, or of all rows for `ALL_ROWS`. contents: of
-    the rows."""
+    """Return the indices of the rows in a split, see `splits_of`, or of all rows for `ALL_ROWS`. contents: one text per
+    row."""
     return [row for row, own in enumerate(splits_of(contents)) if split in (own, ALL_ROWS)]
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts that equal one of `others`, that are a prefix of one, or that begin with one."""
+    """Return each prompt for which some prompt in `others` is equal, begins with it, or is a prefix of it."""
     ordered = sorted(others)
     whole, sizes = {tuple(other) for other in others}, sorted({len(other) for other in others})
 
@@ -66,7 +70,7 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """Return the distinct prompts, in order, without those that are `shared` with one of `others`."""
+    """Return the distinct prompts, in order, that are not `shared` with one of `others`."""
     common = {tuple(prompt) for prompt in shared(prompts, others)}
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in common]
 
@@ -76,10 +80,10 @@ class Prompts:
     """Prompts to measure on. Raises ValueError if `ranking` or `final` is empty, or if a prompt is `shared` by both.
 
     Args:
-        ranking: prompts that rank checkpoints and draft lengths.
+        ranking: prompts used to rank checkpoints and draft lengths.
         final: prompts on which the exported draft is timed and checked.
         source: "own" (the user's data) or "shipped".
-        domains: the domain of each prompt, by its ids; empty if all have the same domain.
+        domains: the domain of each prompt, keyed by its token ids; empty if all prompts have the same domain.
     """
 
     ranking: Sequence[Prompt]
@@ -98,22 +102,22 @@ class Prompts:
 
 
 def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) -> None:
-    """Raise ValueError if a final prompt is `shared` with one of `others`. used: what else the prompts do, for the
+    """Raise ValueError if a final prompt is `shared` with one of `others`. used: what `others` were used for, for the
     message, such as "rank checkpoints"."""
     common = shared(final, others)
     if common:
         raise ValueError(
             f"data.path: {len(common)} of {len(final)} prompts that time the exported draft also {used}, "
-            f"the first {common[0][:8]}...: the splits must be disjoint"
+            f"the first {common[0][:8]}...: remove them from one of the two"
         )
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
     """Return the prompts of a run, made disjoint, since texts of different splits may begin with the same prompt.
 
-    A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt of the user's data is dropped
-    if it is also a training prompt. learnt: the training prompts. source: "own" or "shipped". Raises the errors of
-    `Prompts`.
+    A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt from the user's data is
+    dropped if it is also a training prompt. learnt: the training prompts. source: "own" or "shipped". Raises the errors
+    of `Prompts`.
     """
     ranking = without(ranking, learnt) if source == "own" else ranking
     prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)

@@ -1,4 +1,4 @@
-"""Tokenized texts for training and evaluation (`Texts`), and the order in which training sees them."""
+"""Tokenized texts for training and evaluation (`Texts`), and the order in which training reads them."""
 
 import hashlib
 import json
@@ -23,17 +23,18 @@ def _hash(row: list[int]) -> str:
 
 @dataclass(frozen=True)
 class Texts:
-    """N texts of at most T tokens.
+    """N texts with at most T tokens each.
 
     Args:
         ids (N, T): token ids, padded with 0 on the right.
-        prompt (N,), length (N,): the number of tokens of the prompt, and of the whole text.
+        prompt (N,), length (N,): the number of tokens in the prompt, and in the whole text.
         domain: the domain of each text.
-        position_ids (N, T): for rows that are several packed texts, see `Blocks`.
+        position_ids (N, T): positions, for rows that consist of several packed texts, see `Blocks`; None otherwise.
         temperature (N,), or () for one value: the target's temperature in the loss.
         whole: whether the tokens of prompts count in the loss too.
-        source (N, S): the ids that the encoder of an encoder-decoder reads, padded with `NO_ID` on the right. `ids` are
-            then those of the decoder, and the prompt is the ids that they begin with.
+        source (N, S): the input of the encoder in an encoder-decoder, as token ids padded with `NO_ID` on the right.
+            `ids` is then the text of the decoder, and its prompt the tokens with which every decoder text begins. None
+            for other models.
     """
 
     ids: Tensor
@@ -49,11 +50,11 @@ class Texts:
         return len(self.ids)
 
     def at(self, temperature: float, whole: bool = False) -> Self:
-        """Return the same texts with one temperature for all. whole: see the class."""
+        """Return the same texts, all with one temperature. whole: see the class."""
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
     def in_turn(self, temperatures: Sequence[float]) -> Self:
-        """Return the same texts, text i with temperatures[i modulo their number]. With several temperatures, tokens of
+        """Return the same texts. Text i gets temperatures[i modulo their number]. With several temperatures, tokens of
         prompts do not count in the loss."""
         if len(temperatures) == 1:
             return self.at(temperatures[0])
@@ -61,18 +62,18 @@ class Texts:
         return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
 
     def evenly(self, count: int) -> list[int]:
-        """Return the indices of `count` texts, or of all if there are fewer. They are spaced evenly, and each domain
-        has its share of them, up to one text."""
+        """Return the indices of `count` texts, evenly spaced within each domain, or of all texts if there are fewer.
+        Each domain has its proportional share, up to one text."""
         by_domain = sorted(range(len(self)), key=self.domain.__getitem__)
         count = min(count, len(self))
         return sorted(by_domain[i * len(self) // count] for i in range(count))
 
     def spread(self, count: int) -> Self:
-        """Return `count` of the texts, or all if there are fewer: evenly spaced, and each domain in its share."""
+        """Return the texts at the indices `evenly(count)`."""
         return self.rows(self.evenly(count))
 
     def rows(self, chosen: Sequence[int]) -> Self:
-        """Return the texts with the indices `chosen`, in that order."""
+        """Return the texts with the indices `chosen`, in this order."""
         at = torch.tensor(chosen, dtype=torch.int64)
         ids, places, source = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
@@ -88,45 +89,45 @@ class Texts:
         )
 
     def hashes(self) -> list[str]:
-        """Return a hash of each text: of its ids and of its source."""
+        """Return a hash of each text, including its encoder input."""
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
         if self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
         return list(map(_hash, rows))
 
     def prompt_hashes(self) -> list[str]:
-        """Return a hash of the ids of each prompt."""
+        """Return a hash of each prompt's token ids."""
         return list(map(_hash, self.prompts))
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return a model's inputs for the texts with the indices `rows`: ids, position_ids and source (None if the
-        texts have none)."""
+        """Return a model's inputs for the texts with the indices `rows` (n,): ids (n, T), position_ids (n, T) and
+        source (n, S). The last two are None if the texts have none."""
         places, source = (None if part is None else part[rows] for part in (self.position_ids, self.source))
         return self.ids[rows], places, source
 
     @property
     def prompts(self) -> list[list[int]]:
-        """Return the ids of each prompt. For texts with a source, the source is the prompt."""
+        """Return the token ids of each prompt. For texts with an encoder input, this input is the prompt."""
         if self.source is not None:
             return [row[row != NO_ID].tolist() for row in self.source]
         return [row[:length].tolist() for row, length in zip(self.ids, self.prompt.tolist(), strict=True)]
 
     @property
     def sampled(self) -> Tensor:
-        """Return a mask (N, T-1). It is True at t if token t+1 is after the prompt."""
+        """Return (N, T-1) bool: entry t is True if token t+1 is after the prompt."""
         after = torch.arange(1, self.ids.shape[1])
         return (after >= self.prompt.unsqueeze(1)) & (after < self.length.unsqueeze(1))
 
     @property
     def predicted(self) -> Tensor:
-        """Return a mask (N, T-1). It is True at t if token t+1 counts in the loss: any token if `whole`, else one after
-        the prompt."""
+        """Return (N, T-1) bool: entry t is True if token t+1 counts in the loss. Every token does if `whole`, otherwise
+        only tokens after the prompt."""
         inside = torch.arange(1, self.ids.shape[1]) < self.length.unsqueeze(1)
         return inside if self.whole else self.sampled
 
 
 def of_blocks(blocks: Blocks) -> Texts:
-    """Return packed corpus blocks as texts whose prompt is one token, so that every later token counts in the loss."""
+    """Return packed corpus blocks as texts with a prompt of one token, so that every later token counts in the loss."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
     first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
@@ -140,7 +141,7 @@ def none() -> Texts:
 
 
 def joined_texts(sets: Sequence[Texts]) -> Texts:
-    """Return all texts of several sets as one, padded on the right to one width. All sets must have the same
+    """Return all texts of several sets as one set, padded on the right to the same length. All sets must have the same
     `whole`."""
     width = max(texts.ids.shape[1] for texts in sets)
     ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
@@ -153,14 +154,15 @@ def joined_texts(sets: Sequence[Texts]) -> Texts:
 
 
 def widened_sources(sources: Sequence[Tensor]) -> Tensor:
-    """Return all sources of several tensors (N, S), which differ in S, as one tensor padded on the right."""
+    """Return the rows of several tensors as one tensor (N, S), padded on the right with `NO_ID`. sources: encoder
+    inputs, tensors (Ni, Si) with different numbers of rows and columns."""
     width = max(part.shape[1] for part in sources)
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
 
 
 def shared_texts(texts: Texts, shares: Mapping[str, float]) -> Texts:
-    """Return the texts without those that exceed their domain's share. Of a domain in `shares`, the first
-    shares[domain] of its texts remain, as a fraction; of other domains, all remain.
+    """Return the texts, thinned by domain. shares: domain -> the fraction of its texts that remain, which are its first
+    ones. All texts of other domains remain.
 
     Raises ValueError for a share outside [0, 1], and if no text remains.
     """
@@ -178,10 +180,10 @@ def shared_texts(texts: Texts, shares: Mapping[str, float]) -> Texts:
 
 
 class Learnt(Dataset[dict[str, Tensor]]):
-    """A data set of texts. first: the number that the first text has as its key.
+    """A data set of texts. first: the key of the first text; keys are consecutive numbers.
 
-    A batch has ids (B, T), predicted and sampled (B, T-1), temperature (B,) and key (B,), the numbers of the texts. It
-    also has position_ids (B, T) if texts are packed, and source (B, S) if they have sources.
+    A batch has ids (B, T), predicted and sampled (B, T-1) bool, temperature (B,) and key (B,). It also has position_ids
+    (B, T) if texts are packed, and source (B, S) if the target has an encoder.
     """
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
@@ -206,8 +208,8 @@ class Learnt(Dataset[dict[str, Tensor]]):
 
 
 class Strided(Sampler[int]):
-    """The indices that one process reads of an endless `order`: every `world`-th, from number `rank` on. world: the
-    number of processes."""
+    """The indices that one process reads from an endless `order`: every `world`-th one, beginning with number `rank`
+    (0-based). world: the number of processes."""
 
     def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
         self.order, self.rank, self.world = order, rank, world
@@ -217,11 +219,11 @@ class Strided(Sampler[int]):
 
 
 class Curriculum(Sampler[int]):
-    """Shuffled indices into two sets of texts that are concatenated: the first `first` indices are into the first set,
-    all later ones into the second, endlessly.
+    """Shuffled endless indices into two sets of texts, concatenated. The first `first` indices are from the first set,
+    all later ones from the second.
 
-    sizes: the number of texts in each set. They depend on the seed alone, and `start` of them are skipped, so a resumed
-    run sees the same samples as an uninterrupted one.
+    sizes: the number of texts in each set. start: how many indices are skipped. The order depends on the seed alone, so
+    a resumed run reads the same texts as an uninterrupted one.
     """
 
     def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:

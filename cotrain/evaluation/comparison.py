@@ -25,11 +25,11 @@ RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
 
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
-    """Return the figures of one run, by temperature, for its file `FIGURES`: the means in `LIKE`; acceptance at each
-    depth, if distributions depend on the depth; and, for each text, the hashes of text and prompt, its length and its
-    exact expected calls at k = 4 and 8.
+    """Return the figures of one run for its file `FIGURES`, keyed by temperature. They are the means in `LIKE`;
+    acceptance by depth, if the draft's distribution depends on the depth; and for each text the hashes of text and
+    prompt, its length in tokens, and its expected target calls at k = 4 and 8.
 
-    scores, held_out: by temperature.
+    scores, held_out: keyed by temperature.
     """
     return {
         f"{temperature:g}": {
@@ -46,12 +46,12 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
 
 @dataclass(frozen=True)
 class Gain:
-    """The tau of a label's runs, which are pooled, and its relative gain over the baseline, with a 95 % interval from
-    `low` to `high`.
+    """The tau of all runs with one label, and its relative gain over the baseline, with a 95 % interval from `low` to
+    `high`.
 
-    k: draft length. seeds: number of pairs of runs. texts: the texts per seed that both sides of every pair have, on
-    which tau and gain are computed.
-    alpha, kl (nats), entropy of q (nats), calibration (error): means over the label's runs.
+    k: draft length. seeds: number of pairs of runs. texts: number of texts per pair; both runs of a pair were evaluated
+    on them, and tau and gain are computed on them. alpha, kl (nats), entropy of q (nats), calibration (error): means
+    over the label's runs.
     """
 
     label: str
@@ -70,10 +70,10 @@ class Gain:
 
 
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of the runs in a folder by label, in the order of their seeds. Raises UserError if there are
-    none.
+    """Return the figures of all runs in a folder, as label -> list of runs, ordered by seed. Raises UserError if there
+    are none.
 
-    Runs of a label are pooled only if their settings are the same except for seeds. Otherwise the settings that differ
+    Runs with the same label are pooled only if their settings differ in seeds alone. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
     """
     files = [file for file in sorted(folder.rglob(FIGURES)) if not _of_stage(file, folder)]
@@ -96,13 +96,13 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_stage(file: Path, folder: Path) -> bool:
-    """Return whether a file of figures is that of one stage of a joint training in `folder`, and not of a run."""
+    """Return whether a file of figures belongs to one stage of a joint training in `folder`, and not to a whole run."""
     within = [place for place in file.parent.parents if place == folder or folder in place.parents]
     return not (file.parent / MARKER).is_file() and any((place / MARKER).is_file() for place in within)
 
 
 def _settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings that decide a run's results, by key, without seeds; {} for a folder without a record of
+    """Return the settings that decide a run's results, by dotted key, without seeds; {} if the folder has no record of
     them."""
     settings = dict(flat((read_marker(folder) or {}).get("settings") or {}))
     draft = DRAFTS.get(str(settings.get("draft.kind")))  # an earlier version stored the settings of all kinds
@@ -116,7 +116,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Return, by label, why `compare` leaves out the runs of that label."""
+    """Return, by label, why `compare` leaves out the runs with this label. runs, baseline: see `compare`."""
     baseline = named(baseline, runs)
     base = [run["texts"] for run in runs[baseline]]
     reasons = {}
@@ -140,13 +140,13 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
-    """Return the gain of every label over the baseline, for every k and every temperature that all of their runs have.
+    """Return the gain of every label over the baseline, for each k in `DEPTHS` and each temperature that all runs of
+    both labels have. runs: as `read_runs` returns them. baseline: see `named`.
 
-    runs: as `read_runs` returns them. baseline: see `named`.
-    Runs are paired with the baseline's by seed. If the two have no seed in common, they are paired in the order of
-    their seeds. A pair is compared on the texts on which both were evaluated, and all pairs have equally many texts.
-    Each bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Runs without a text of
-    the baseline are left out, see `left_out`. Raises UserError if the baseline is missing.
+    Runs are paired with the baseline's runs by seed or, if no seed is in common, in the order of their seeds. The two
+    runs of a pair are compared on the texts on which both were evaluated, and all pairs use equally many texts. Each
+    bootstrap sample draws seeds and texts with replacement, the same ones for both sides. Labels in `left_out` are
+    skipped. Raises UserError if the baseline is missing.
     """
     baseline = named(baseline, runs)
     gains, apart = [], left_out(runs, baseline)
@@ -161,8 +161,8 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 
 
 def named(baseline: str, labels: Collection[str]) -> str:
-    """Return the label that `baseline` names: the label itself, or the only label of a sweep with that setting
-    (`loss=kl`) or that value (`kl`). Raises UserError, which lists the labels, if none or several match."""
+    """Return the label that `baseline` stands for: the label itself, or the only label that contains this setting
+    (`loss=kl`) or this value (`kl`). Raises UserError, which lists the labels, if none or several match."""
     if baseline in labels:
         return baseline
     matches = [label for label in labels if baseline in _settings(label)]
@@ -174,7 +174,7 @@ def named(baseline: str, labels: Collection[str]) -> str:
 
 
 def _settings(label: str) -> set[str]:
-    """Return the settings in the label of a sweep, and their values."""
+    """Return the parts of a sweep's label: its settings (`loss=kl`), and their values (`kl`)."""
     parts = label.split(",")
     return {*parts, *(part.partition("=")[2] for part in parts)}
 
@@ -203,29 +203,30 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
 def _rows(
     mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str
 ) -> tuple[list[tuple[Any, Any]], list[list[tuple[int, int]]]]:
-    """Return the pairs of figures at a temperature, and for each pair the rows of the texts that both have."""
+    """Return the pairs of figures at a temperature, and for each pair the rows of their common texts, see
+    `_aligned`."""
     pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in paired(mine, base)]
     return pairs, _aligned(pairs)
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Return pairs of runs with the same seed. If the two sides have no seed in common, return pairs in order."""
+    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
 
 def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
-    """Return runs by seed and by the number of earlier runs with that seed."""
+    """Return runs keyed by (seed, number of earlier runs with this seed)."""
     seeds = [run.get("seed") for run in runs]
     return {(seed, seeds[:index].count(seed)): run for index, (seed, run) in enumerate(zip(seeds, runs, strict=True))}
 
 
 def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[int, int]]]:
-    """Return for each pair the rows of the texts that both sides have, equally many for all pairs. minutes= may leave
-    time for fewer texts in one of the runs.
+    """Return for each pair the rows (i, j) of the texts that both runs have, equally many for all pairs. A run with a
+    time limit may have fewer texts.
 
-    If some texts are in all pairs, these are returned in one order, since a bootstrap sample draws the same numbers in
-    each seed. Otherwise the rows are those of evenly spaced texts of each pair.
+    If some texts are in all pairs, only these are used, in the same order for each pair, since a bootstrap sample draws
+    the same numbers for each seed. Otherwise evenly spaced texts are used for each pair.
     """
     common = [_common(*pair) for pair in pairs]
     hashes = [
@@ -240,8 +241,8 @@ def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[
 
 
 def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the pairs of rows of the texts that two runs have in common. Runs that were saved without hashes have all
-    texts in common if all lengths are equal, and otherwise none."""
+    """Return the rows (i, j) of the texts that two runs have in common. For runs without stored hashes, all texts are
+    in common if all lengths are equal, and none otherwise."""
     if "hashes" not in one or "hashes" not in two:
         return [(row, row) for row in range(len(one["lengths"]))] if one["lengths"] == two["lengths"] else []
     rows = {text: row for row, text in enumerate(two["hashes"])}
@@ -249,7 +250,8 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def gains_table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
-    """Return the gains as a table, and a line for each label in `absent`, which is what `left_out` returns."""
+    """Return the gains as a table, and one line for each label that was left out. absent: reason by label, from
+    `left_out`."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "

@@ -1,5 +1,5 @@
-"""The total variation between target and draft: which share of it a few positions contribute, and the worst positions
-as text."""
+"""The total variation between target and draft: how much of it a few positions contribute, and the worst positions as
+text."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,14 +22,15 @@ Decode = Callable[[Sequence[int]], str]
 def divergence(
     held: HeldOut, student: Student, head_target: Head, decode: Decode, read: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Return figures of the total variation 1 - sum_v min(p, q) over the held-out texts of one temperature, with both
-    distributions at that temperature. If the draft's distribution depends on the depth, they are for the first draft of
-    a round.
+    """Return figures of the total variation 1 - sum_v min(p, q) on held-out texts. Both distributions have the
+    temperature of these texts. If the draft's distribution depends on the depth, the figures are for the first drafted
+    token of a round.
 
-    decode: from token ids to text. read: called after each batch with its number of texts.
-    Entries of the result: positions, their number. mean: over them. lorenz[i]: the share of the sum that the worst i /
-    20 of all positions contribute. worst: the worst positions, at most one per text, each with the text before it, the
-    next token, and p and q of both models' most probable tokens.
+    decode: token ids -> text. read: a function that is called after each batch with its number of texts.
+
+    The result has these entries. positions: their number. mean: the mean total variation. lorenz[i]: the share of the
+    whole sum that the worst i / 20 of all positions contribute. worst: the worst positions, at most one per text, each
+    with the text before it, the next token, and p and q of both models' most probable tokens.
     """
     distances: list[float] = []
     worst: dict[int, dict[str, Any]] = {}
@@ -53,8 +54,8 @@ def divergence(
 
 
 def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
-    """Return the share of the sum that the largest i / parts of the values contribute, for i = 0 .. parts (Lorenz 1905,
-    largest first).
+    """Return, for i = 0 .. parts, the share of the sum that the largest i / parts of the values contribute (Lorenz
+    1905, largest first).
 
     If i / parts is not a whole number of values, the next value counts in part. Without values, or if all are zero, the
     shares are i / parts.
@@ -69,13 +70,15 @@ def lorenz(values: Sequence[float], parts: int = PARTS) -> list[float]:
 
 
 def _likeliest(p: Tensor, q: Tensor) -> dict[str, list[tuple[int, float, float]]]:
-    """Return (id, p, q) of the most probable tokens of the target and of the draft. p, q (V,): log distributions."""
+    """Return (id, p, q) for the most probable tokens under the target ("target") and the draft ("draft"). p, q (V,):
+    log probabilities."""
     tops = {"target": p.topk(LIKELIEST).indices, "draft": q.topk(LIKELIEST).indices}
     return {name: [(int(i), float(p[i].exp()), float(q[i].exp())) for i in ids] for name, ids in tops.items()}
 
 
 def _as_text(held: HeldOut, row: int, position: dict[str, Any], decode: Decode) -> dict[str, Any]:
-    """Return a position of a text for the report, with its tokens decoded."""
+    """Return a position as an entry of the report, with its tokens decoded. row: the text's index. position: an entry
+    of `worst` in `divergence`; its "at" is the number of tokens before it."""
     ids, at = held.texts.ids[row].tolist(), position["at"]  # number of tokens before it
 
     def tokens(side: str) -> list[dict[str, Any]]:

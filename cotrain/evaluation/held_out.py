@@ -1,6 +1,7 @@
 """Acceptance on held-out texts that the target sampled, by domain and by depth, and the tau that follows from it.
 
-All figures come from one teacher-forced pass. They are unbiased only for texts that were sampled in the same regime.
+All figures come from one teacher-forced pass. They are unbiased only for texts that were sampled in the same regime. N
+texts, T tokens of the longest text, L sampled tokens of the longest, K depths, D width, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -24,9 +25,9 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 
 @dataclass
 class HeldOut:
-    """Held-out texts of one regime, with the target's states, which are the same for every draft.
+    """Held-out texts in one regime, with the target's states, which are the same for every draft.
 
-    states: by layer, (N, T, D). truncate: the regime's top-k / top-p cut, see `chunked`.
+    states: layer -> (N, T, D). truncate: the regime's top-k / top-p cut, see `chunked`; None without one.
     """
 
     texts: Texts
@@ -35,11 +36,12 @@ class HeldOut:
     truncate: Truncate | None = None
 
     def at(self, rows: Tensor, device: torch.device) -> Record:
-        """Return the target's states of some texts, on a device. rows: indices of the texts."""
+        """Return the target's states for some texts, as layer -> (n, T, D), on a device. rows (n,): indices of the
+        texts."""
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
-        """Return `count` of the texts (all, if there are fewer), spread evenly over the domains, see `Texts.evenly`."""
+        """Return `count` texts, spread evenly over the domains (see `Texts.evenly`), or all if there are fewer."""
         rows = self.texts.evenly(count)
         states = self.at(torch.tensor(rows), self.states[LAST].device)
         return HeldOut(self.texts.rows(rows), states, self.temperature, self.truncate)
@@ -49,22 +51,23 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """Return the target's last states (N, T-1, D), at the positions that predict a token."""
+        """Return the target's last states (N, T-1, D) at the positions that predict a token."""
         return self.states[LAST][:, :-1]
 
 
 @dataclass
 class Scores:
-    """Figures of N texts of at most L sampled tokens. Means are over all tokens.
+    """Figures for N texts of at most L sampled tokens. Means are over all sampled tokens.
 
-    l (N, L): log q - log p of each sampled token, 0 past a text's length.
-    r_greedy (N, L): whether the token is the draft's most probable one, which is its acceptance in greedy drafting.
+    l (N, L): log q - log p of each sampled token; 0 past a text's length.
+    r_greedy (N, L): whether the token is the draft's most probable one. This is its acceptance in greedy drafting.
     confidence (N, L): the draft's probability of its most probable token.
-    lengths (N,): sampled tokens per text.
-    alpha, alpha_greedy = p(argmax q), kl and entropy of q (nats): means.
-    alphas: the mean alpha at each of the K depths, if the draft's distribution depends on the depth; NaN at a depth for
-    which no text is long enough. l, r_greedy and confidence are then (N, L, K), see `acceptance`, and the means are for
-    the first draft of a round.
+    lengths (N,): the number of sampled tokens per text. alpha, alpha_greedy = p(argmax q), kl and entropy of q (nats):
+    means.
+
+    If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`, and
+    the means are for the first drafted token of a round. alphas: the mean alpha at each of the K depths, NaN at a depth
+    for which no text is long enough; () if the distribution does not depend on the depth.
     """
 
     l: Tensor
@@ -79,8 +82,7 @@ class Scores:
 
     @property
     def r(self) -> Tensor:
-        """Return the acceptance of each sampled token, min(1, q / p), (N, L) or (N, L, K). It is 0 past a text's
-        length."""
+        """Return the acceptance min(1, q / p) of each sampled token, (N, L) or (N, L, K); 0 past a text's length."""
         return self.l.clamp(max=0).exp() * self.inside.view(self.inside.shape + (1,) * (self.l.ndim - 2))
 
     @property
@@ -89,35 +91,36 @@ class Scores:
         return torch.arange(self.l.shape[1]) < self.lengths.unsqueeze(1)
 
     def drafted(self, k: int) -> int:
-        """Return the number of drafts of a round at draft length k: k, or the draft's number of depths if that is
+        """Return how many tokens a round drafts at draft length k: k, or the number of the draft's depths if this is
         smaller."""
         return k if self.l.ndim == 2 else min(k, self.l.shape[2])
 
     def calls(self, k: int) -> Tensor:
-        """Return the expected target calls of each text (N,) at draft length k, under the token rule."""
+        """Return the expected number of target calls for each text (N,) at draft length k, under the token rule."""
         return expected_calls(self.r, self.drafted(k), self.lengths)
 
     def tau(self, k: int, verify: str = "token") -> float:
-        """Return tokens per target call at draft length k, under the rule `verify`. Every rule other than `block`
-        counts as the token rule."""
+        """Return tokens per target call at draft length k. verify: the rule; every rule other than `block` counts as
+        the token rule."""
         if verify == "block":
             reach = predict_chain.reach_block(self.l, self.drafted(k), self.lengths)
             return float(predict_chain.tau_from(reach, self.lengths))
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def accepted(self, k: int) -> tuple[list[float], list[float]]:
-        """Return prefix and conditional acceptance at depths 1 .. k, k values each, see `predict_chain.depths_from`."""
+        """Return prefix and conditional acceptance at depths 1 .. k, as two lists of k values, see
+        `predict_chain.depths_from`."""
         prefix, conditional = predict_chain.depths_from(predict_chain.reach(self.r, k, self.lengths), k, self.lengths)
         return prefix.tolist(), conditional.tolist()
 
     def tau_greedy(self, k: int) -> float:
-        """Return `tau` at draft length k for greedy drafting. Drafts are then one-hot, and all rules accept the same
-        tokens."""
+        """Return tokens per target call at draft length k for greedy drafting. q is then one-hot, and all rules accept
+        the same tokens."""
         return float(tau(self.r_greedy, self.drafted(k), self.lengths))
 
     @property
     def calibration(self) -> float:
-        """Return the expected calibration error of the first draft, see `calibration_error`."""
+        """Return the expected calibration error of the first drafted token, see `calibration_error`."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -126,8 +129,8 @@ class Scores:
 def held_out(
     read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
-    """Return the texts with the target's states, computed once for all later evaluations. read_target: from ids to
-    states by layer. batch: texts of a pass."""
+    """Return the texts with the target's states, which all later evaluations share. read_target: token ids -> states by
+    layer. batch: texts per pass."""
     records = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
     states = {layer: torch.cat([record[layer].cpu() for record in records]) for layer in records[0]}
     return HeldOut(texts, states, temperature, truncate)
@@ -136,16 +139,16 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Return the scores by domain, in alphabetical order, and at last those of all texts together as "all". scored:
-    called after each batch with its number of texts."""
+    """Return the scores by domain, in alphabetical order, and last those for all texts together, under "all". scored: a
+    function that is called after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """Return a student's guesses on some texts, and the target's states of these texts on the student's device. rows:
-    indices of the texts."""
+    """Return a student's guesses on some texts, and the target's states for these texts, by layer, on the student's
+    device. rows (n,): indices of the texts."""
     device = student.network.device
     names = "ids", "position_ids", "source"
     batch = {name: value for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None}
@@ -155,13 +158,13 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 
 
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
-    """Return figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
+    """Return all figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
 
     Quantities over all positions: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error. By
-    draft length 1..8: tau under the token rule, tau_block under block verification, tau_greedy_draft for greedy
-    drafting. By depth 1..8: conditional and prefix acceptance. alpha/worst is the smallest alpha of a domain. If the
-    draft's distribution depends on the depth, there are only as many depths as the draft has, and alpha_by_depth is
-    added.
+    draft length 1 .. 8: tau under the token rule, tau_block under block verification, tau_greedy_draft for greedy
+    drafting. By depth 1 .. 8: conditional and prefix acceptance. alpha/worst is the alpha of the domain with the
+    smallest one. If the draft's distribution depends on the depth, the draft's number of depths replaces 8, and
+    alpha_by_depth is added.
     """
     alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
@@ -177,9 +180,9 @@ def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
 
 
 def by_depth(scores: Scores) -> dict[str, list[float]]:
-    """Return figures by name, each a list over k = 1 .. 8, or up to the draft's number of depths: tau at draft length k
-    under both rules and for greedy drafting, conditional and prefix acceptance at depth k and, if distributions depend
-    on the depth, alpha of each depth."""
+    """Return figures by name, each a list over k = 1 .. 8, or up to the draft's number of depths. They are tau at draft
+    length k under the token rule, under block verification and for greedy drafting, and conditional and prefix
+    acceptance at depth k. If the draft's distribution depends on the depth, alpha_by_depth is added."""
     most = scores.drafted(DEPTHS)
     prefix, conditional = scores.accepted(most)
     depths, alphas = range(1, most + 1), {"alpha_by_depth": list(scores.alphas)} if scores.alphas else {}
@@ -201,7 +204,7 @@ def score(
     batch: int = 16,
     scored: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Return the scores of the texts of a domain, from one teacher-forced pass of the draft. batch: texts of a pass.
+    """Return the scores of one domain's texts, from one teacher-forced pass of the draft. batch: texts per pass.
     scored: see `evaluate`."""
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
     parts = []
@@ -220,17 +223,17 @@ def score(
 
 
 def drafts_by_depth(lengths: Tensor, depths: int) -> Tensor:
-    """Return (depths,): the number of tokens that rounds can draft at each depth, in texts of lengths (N,). At depth j
-    these are all but the first j of each text."""
+    """Return (depths,): the number of tokens that rounds can draft at each depth (0-based), in texts of lengths (N,).
+    At depth j these are all tokens except the first j of each text."""
     return (lengths.unsqueeze(1) - torch.arange(depths)).clamp(min=0).sum(0)
 
 
 def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) -> tuple[list[Tensor], Tensor]:
-    """Compare draft and target on the texts with indices `at`.
+    """Compare draft and target on the texts with indices `at` (B,).
 
-    Return a list of three tensors, each (B, T), or (B, T, K) if distributions depend on the depth: l, whether the token
-    is the draft's most probable one, and max q. Return also the sums of alpha, p(argmax q), KL and entropy by depth,
-    (depths, 4).
+    Return a list of three tensors, (B, T) each, or (B, T, K) if the draft's distribution depends on the depth: l,
+    whether the token is the draft's most probable one, and max q. Return also (depths, 4): by depth, the sums of alpha,
+    p(argmax q), KL and entropy.
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
@@ -250,10 +253,10 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
 
 
 def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
-    """Return l, hit and confidence of a comparison. Each comes with its value for positions without a guess, at which
+    """Return l, hit and confidence of a comparison, each with the value to use at positions without a guess, where
     nothing is drafted.
 
-    A token at the edge of a cut, p(x) = 0 < q(x), counts as accepted, as if p = q. An infinite l would make sums
+    A token at the edge of a cut, with p(x) = 0 < q(x), counts as accepted, as if p = q. An infinite l would make sums
     undefined.
     """
     l = l_from(comparison.logp, comparison.logq)
@@ -261,18 +264,18 @@ def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
-    """Return a grid (B, T), on the CPU, with values (n,) at flat positions `at` (n,), `never` at the mask's other
-    positions, and 0 outside the mask."""
+    """Return a grid (B, T) on the CPU: `values` (n,) at the flat positions `at` (n,), `never` where `mask` (B, T) is
+    True otherwise, and 0 where it is False."""
     values = values.cpu()
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape)
 
 
 def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error: the sum over bins of confidence of (share of the bin) * |mean confidence -
+    """Return the expected calibration error: the sum over bins of (share of tokens in the bin) * |mean confidence -
     mean hit| (Guo et al. 2017, 1706.04599); 0 if N = 0.
 
-    confidence (N,): in [0, 1]. hit (N,): 0 or 1. bins: their number, equally wide.
+    confidence (N,): in [0, 1]. hit (N,): 0 or 1. bins: how many bins of equal width divide the range of confidence.
     """
     at = (confidence * bins).long().clamp(max=bins - 1)
     gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
@@ -280,15 +283,15 @@ def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Return r, (N, T) or (N, T, K), with each row shifted left so that its first sampled token is in column 0. start
-    (N,): the position that predicts that token. The last position is left out, because it predicts no token; values
-    past a row's length have no meaning."""
+    """Return r, (N, T) or (N, T, K), with each row shifted left so that its first sampled token is in column 0. The
+    result has T - 1 columns, since the last position predicts no token. Values past a row's length have no meaning.
+    start (N,): the position that predicts each row's first sampled token."""
     columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
     return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 
 
 def _pooled(parts: list[Scores]) -> Scores:
-    """Return the scores of all domains together."""
+    """Return one set of scores for the texts of all domains."""
     tokens = torch.tensor([float(part.lengths.sum()) for part in parts])
     weights = tokens / tokens.sum()
     width = max(part.l.shape[1] for part in parts)

@@ -1,9 +1,10 @@
-"""How far a target has moved from its original, on held-out texts, with a certificate that it is within a bound.
+"""How far joint training moved a target away from the original, on held-out texts, with a certificate that the KL is
+within a bound.
 
-The figures are of plain next-token distributions at temperature 1, whatever the regime. Texts count as clusters: the
-tokens of a text depend on one another, so a bound on the mean KL treats each text as one draw.
+The figures are for plain next-token distributions at temperature 1, whatever the regime. Texts count as clusters:
+tokens of one text depend on each other, so a bound on the mean KL treats each text as one draw.
 
-N tokens of all texts, M texts.
+N tokens in all texts, M texts, T tokens of the longest text.
 """
 
 import math
@@ -31,13 +32,13 @@ TOP = 12  # tokens that are shown with the largest mean KL
 
 @dataclass(frozen=True)
 class Movement:
-    """How the distributions of a target moved, at each of N tokens.
+    """How a target's distributions moved, at each of N tokens.
 
     kl: KL(original || moved) in nats. reverse: KL(moved || original) in nats.
     same: 1 if both have the same most probable token, else 0.
-    original, moved: log-probability of the text's token. token: its id.
-    text: the number of its text. All these are (N,).
-    domain: of each of the M texts.
+    original, moved: the log-probability of the text's token. token: its id.
+    text: the index of the token's text. All of these are (N,).
+    domain: the domain of each of the M texts.
     """
 
     kl: Tensor
@@ -50,14 +51,14 @@ class Movement:
     domain: Sequence[str]
 
     def bound(self, confidence: float) -> float:
-        """Return an upper confidence bound of the mean KL, in nats, see `upper_bound`."""
+        """Return an upper confidence bound on the mean KL in nats, see `upper_bound`. confidence: in (.5, 1)."""
         return upper_bound(self.kl, self.text, confidence)
 
 
 @torch.no_grad()
 def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: Texts, batch: int = 8) -> Movement:
-    """Return how the distributions moved on texts. original, moved: each target as two functions, see
-    `target_model.served`. Only tokens after the prompts count."""
+    """Return how the distributions moved on some texts. original, moved: each target as a pair of functions, see
+    `target_model.served`. Only tokens after the prompts count. batch: texts per pass."""
     parts: list[list[Tensor]] = []
     for rows in torch.arange(len(texts)).split(batch):
         ids, places, _ = texts.read(rows)
@@ -81,12 +82,12 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
 
 
 def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
-    """Return an upper confidence bound of the mean of values (N,) over tokens. text (N,): the text that each token
-    belongs to. confidence: in (.5, 1).
+    """Return an upper confidence bound on the mean of `values` (N,). text (N,): the index of each token's text.
+    confidence: in (.5, 1). Infinite for fewer than two texts.
 
-    It is the mean of all tokens, plus Student's quantile times the standard error from leaving out one text at a time,
-    plus the correction for skewness that Johnson (1978, JASA 73, 536) gives; a negative correction is not used. The KL
-    of texts is skewed, so the interval without it covers less than it says. Infinite for fewer than two texts.
+    The bound is the mean over all tokens, plus Student's quantile times the standard error (from leaving out one text
+    at a time), plus Johnson's correction for skewness (1978, JASA 73, 536) if this is positive. The KL of texts is
+    skewed, so the interval without the correction covers less than it claims.
     """
     _, at = text.unique(return_inverse=True)
     sums, counts = (
@@ -107,8 +108,8 @@ def upper_bound(values: Tensor, text: Tensor, confidence: float) -> float:
 
 
 def student_quantile(confidence: float, freedom: int) -> float:
-    """Return Student's quantile at a confidence above .5, computed by integrating P(|t| <= x) numerically in double
-    precision. freedom: degrees of freedom."""
+    """Return Student's quantile for a confidence above .5. It is computed by numerical integration of P(|t| <= x) in
+    double precision. freedom: degrees of freedom."""
     angle = torch.linspace(0, math.pi / 2, 200_001, dtype=torch.float64)  # t = sqrt(freedom) * tan(angle)
     density = angle.cos().pow(freedom - 1)
     mass = torch.cumulative_trapezoid(density, angle)
@@ -119,9 +120,9 @@ def student_quantile(confidence: float, freedom: int) -> float:
 
 def movement_figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
     """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
-    domain, the rate of equal most probable tokens, and how the KL is spread over tokens.
+    domain; how often both targets have the same most probable token; and how the KL is distributed over tokens.
 
-    confidence: of the bound. decode: from token ids to text.
+    confidence: the level of the bound. decode: token ids -> text.
     """
     of_text = [one.domain[text] for text in one.text.tolist()]
     domains = {}
@@ -150,7 +151,8 @@ def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
 
 
 def _lorenz(kl: Tensor) -> dict[str, float]:
-    """Return, for each of SHARES, which share of the whole KL that share of the tokens has, those of the largest KL."""
+    """Return, for each share s of SHARES, the part of the total KL on the fraction s of tokens with the largest KL. kl
+    (N,)."""
     ordered = kl.double().sort(descending=True).values.cumsum(0)
     return {
         f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
@@ -159,7 +161,8 @@ def _lorenz(kl: Tensor) -> dict[str, float]:
 
 
 def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Return the tokens with the largest sum of KL at the positions that predict them."""
+    """Return the `TOP` tokens with the largest KL, summed over the positions that predict the token, as entries of the
+    report."""
     size = int(one.token.max()) + 1
     sums = torch.zeros(size, dtype=torch.float64).index_add_(0, one.token.long(), one.kl.double())
     counts = torch.bincount(one.token.long(), minlength=size)

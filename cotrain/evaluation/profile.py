@@ -1,5 +1,8 @@
-"""A profile of acceptance by draft temperature and by length of context, and a test whether the target sampled some
-texts."""
+"""Acceptance by the draft's temperature and by the length of the context, and a test whether the target sampled given
+texts.
+
+N tokens in all texts, n positions of a chunk, D width, V vocabulary.
+"""
 
 import math
 from collections import defaultdict
@@ -30,12 +33,13 @@ def profile(
     read: Callable[[int], None] | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
-    """Return alpha = sum_v min(p, q) on held-out texts of one temperature of the target: `by_draft_temperature` (0: the
-    draft is one-hot at its most probable token), and `by_context`, the number of tokens of context.
+    """Return alpha = sum_v min(p, q) on held-out texts of one target temperature, in two ways: `by_draft_temperature`
+    (at 0 the draft is one-hot at its most probable token), and `by_context`, by number of tokens of context.
 
-    Ranges of context double in length, and their figures are for a draft at the target's temperature. Verification is
-    exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends on the depth,
-    the figures are for the first draft of a round; see `held_out.by_depth` for later ones.
+    Ranges of context double in length; their figures are for a draft at the target's temperature. Verification is exact
+    at any temperature of the draft; only acceptance changes. If the draft's distribution depends on the depth, the
+    figures are for the first drafted token of a round; `held_out.by_depth` has the later ones.
+
     read: see `positions`. drafting: temperatures of the draft.
     """
     temperatures = sorted({*drafting, held.temperature})
@@ -63,7 +67,8 @@ def profile(
 
 
 def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
-    """Return log-probabilities (n, V) as they are served, from logits (n, V). held: gives the regime's cut."""
+    """Return log-probabilities (n, V) as the engine serves them at a temperature (0: one-hot). logits (n, V). held:
+    gives the regime's top-k / top-p cut."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served_logs(log_probs(logits, t), t, held.truncate)
 
@@ -71,10 +76,10 @@ def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tenso
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess of the
-    first depth, the number of tokens up to each position (n,), and the index of its text (n,).
+    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess for
+    the first depth, the number of tokens up to each position (n,), and the index of each position's text (n,).
 
-    read: called after each batch of texts with their number. batch: texts of a pass.
+    read: a function that is called after each batch with its number of texts. batch: texts per pass.
     """
     for rows in torch.arange(len(held.texts)).split(batch):
         (guess, *_), record = guessed(held, rows, student)
@@ -89,8 +94,9 @@ def positions(
 
 
 def profile_line(temperature: float, profile: dict[str, Any]) -> str:
-    """Return a line for the user with acceptance at the target's temperature, at the best temperature of the draft, and
-    at short and long contexts. temperature: the target's."""
+    """Return a line for the user: acceptance with the draft at the target's temperature, with the draft at its best
+    temperature, and at the shortest and the longest contexts. temperature: the target's. profile: from the function
+    `profile`."""
     by, contexts = profile["by_draft_temperature"], list(profile["by_context"].items())
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
@@ -101,11 +107,11 @@ def profile_line(temperature: float, profile: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Evidence on whether the target sampled some texts.
+    """Evidence on whether the target sampled given texts.
 
-    tokens: their number. surprise: the mean of -log p(x), in nats. entropy: the mean entropy of p, in nats, which is
-    the expected surprise if x was drawn from p. z: their difference divided by its standard deviation. impossible: the
-    share of tokens to which p gives no mass; the means leave them out.
+    tokens: their number. surprise: the mean of -log p(x), in nats. entropy: the mean entropy of p, in nats; it is the
+    expected surprise if x was drawn from p. z: the difference of the two, divided by its standard deviation.
+    impossible: the share of tokens with p(x) = 0, which the means leave out.
     """
 
     tokens: int
@@ -129,11 +135,11 @@ class Provenance:
 
 @torch.no_grad()
 def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", batch: int = 16) -> Provenance:
-    """Return the evidence on whether the target sampled the texts in their regime: the mean of -log p(x) beside the
-    entropy of p. head: the target's head, on `device`. batch: texts of a chunk.
+    """Return the evidence on whether the target sampled the texts in their regime: the mean of -log p(x), and the mean
+    entropy of p. head: the target's head, on `device`. batch: texts per chunk.
 
     If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before.
-    These differences are uncorrelated. So z has approximately a standard normal distribution.
+    These differences are uncorrelated, so z is approximately standard normal.
     """
     parts = []
     for at in torch.arange(len(held.texts)).split(batch):
@@ -151,10 +157,10 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """Return (n, 3): -log p(x), H(p) and the variance of -log p under p. logits (n, V), tokens x (n,).
+    """Return (n, 3): -log p(x), H(p), and the variance of -log p under p. logits (n, V), tokens x (n,).
 
-    At temperature 0 a token within rounding of the highest logit counts as the highest, because another pass may choose
-    either. Texts of a very low temperature count as greedy if draws hardly ever differ by more than rounding.
+    At temperature 0, a token whose logit is within rounding of the highest counts as the most probable one (surprise
+    0), because another pass may choose either. Any other token gives an infinite surprise.
     """
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()

@@ -1,12 +1,11 @@
-"""Export of feature drafts to the EAGLE-3 format (vLLM, SGLang, TensorRT-LLM), to that of speculators (vLLM), or to
-DFlash's (vLLM).
+"""Export of feature drafts to the format of EAGLE-3 (vLLM, SGLang, TensorRT-LLM), speculators (vLLM) or DFlash (vLLM).
 
 Draft folders of kind eagle and p_eagle already have the EAGLE-3 format: its tensor names, d2t, and no embedding, since
 engines use the target's. The format of speculators has another config.json, the prefix `layers.0.`, and the embedding.
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 
-Draft folders of kind block have DFlash's format, but vLLM reads the embedding of a mask from a file of its own. No
-format here has a Markov head, so it is left out.
+Draft folders of kind block have DFlash's format, except that vLLM reads the mask token's embedding from a separate
+file. No format here can hold a Markov head, so it is left out.
 """
 
 import json
@@ -49,32 +48,34 @@ def export(
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
-    """Write the draft in the folder `source`, of kind eagle, p_eagle or block, to the folder `output` in a layout that
-    engines load. Return `output`.
+    """Write a draft of kind eagle, p_eagle or block to the folder `output`, in a layout that engines load. Return
+    `output`.
 
     Args:
+        source: the draft folder.
         layout: a key of `engines.FEATURES`.
-        k: drafts per round. By default that in cotrain.json, planned again for an engine that drafts in another way
-            (`planned_anew`).
+        k: drafts per round; None for the value in cotrain.json, which is planned again (`planned_anew`) if the engine
+            drafts in another way.
         engine: the engine that will serve the draft.
         target: the model that the draft was trained for.
-        objective: "sampled" or "greedy", by default that in cotrain.json.
-        name: the target's hub id or path, by default that in cotrain.json.
+        objective: "sampled" or "greedy"; None for the value in cotrain.json.
+        name: the target's hub id or path; None for the value in cotrain.json.
         replace: whether a folder at `output` is replaced.
-        card: a function that returns the README, given the metadata.
+        card: a function metadata -> README; None to write no README.
 
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
-    remarks on what the layout lacks.
+    remarks about what the layout cannot hold.
 
-    Raises UserError for a layout that the kind does not have, and for a head of low rank. Raises ValueError for a
-    folder of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A
-    draft that drafts in one pass allows k up to its depths; if its masks attend to each other, k must be its depths.
+    Raises UserError for a layout that this kind cannot have, and for a head of low rank. Raises ValueError for a folder
+    of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A draft that
+    drafts in one pass allows every k up to its depths; if its mask tokens attend to each other, k must equal its
+    depths.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
     if folder.metadata is None or folder.kind not in features:
-        raise ValueError(f"{source} is a draft of kind {folder.kind!r}, not {' or '.join(features)}")
+        raise ValueError(f"{source} is a draft of kind {folder.kind!r}, not {' or '.join(features)}: leave layout= out")
     if layout not in features[folder.kind]:
         raise UserError(
             f"layout={layout}: {folder.kind} drafts are written with layout={' or '.join(features[folder.kind])}"
@@ -89,12 +90,12 @@ def export(
     if isinstance(network, BlockNetwork) and not network.config.causal and metadata.k != depths:
         if k:
             raise ValueError(
-                f"k={k}: an engine gives the draft one mask for each token, and the masks of {source}, which attend to "
-                f"each other, were trained {depths} at a time: set k={depths}"
+                f"k={k}: an engine gives the draft k mask tokens, but those of {source} attend to each other and were "
+                f"trained {depths} at a time: set k={depths}"
             )
         remarks.append(
-            f"Its plan has {metadata.k} drafts a round, but here it drafts {depths}: an engine gives it one mask for "
-            f"each draft, and its masks, which attend to each other, were trained {depths} at a time."
+            f"It was planned with {metadata.k} drafts a round, but an engine drafts {depths}: it gives the draft one "
+            f"mask token for each draft, and these attend to each other and were trained {depths} at a time."
         )
         metadata = metadata.exported(None, depths, None)
     elif not k and not (metadata.tree and (engine, layout) in TREES):
@@ -125,7 +126,7 @@ def export(
 
 
 def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list[str]:
-    """Remove the Markov head from a network in place. Return a remark about it, [] if there was none."""
+    """Remove the Markov head from a network in place. Return a list with a remark about it, or [] if there was none."""
     config, remarks = network.config, []
     if network.markov_head is not None:
         network.markov_head, config.markov_rank = None, 0
@@ -134,7 +135,7 @@ def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list
 
 
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
-    """Convert the files in `folder`, which are in the EAGLE-3 format, to the format of speculators."""
+    """Convert the files in `folder` from the EAGLE-3 format to the format of speculators, in place."""
     embedding: Any = target.get_input_embeddings()
     save_file(
         renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
@@ -146,13 +147,14 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
 
 
 def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of the EAGLE-3 format under the names of speculators."""
+    """Return the tensors of an EAGLE-3 folder, keyed by the names that speculators gives them. tensors: by EAGLE-3
+    name."""
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
-    """Return the content of config.json in the format of speculators. ours: that of an EAGLE-3 folder. architecture:
-    the target's class name."""
+    """Return the content of config.json in the format of speculators. ours: the config.json of an EAGLE-3 folder.
+    architecture: the target's class name."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": metadata.k,

@@ -1,8 +1,8 @@
 """The table of serving engines: layout, versions, launch command, remarks.
 
 It was written from the engines' sources and wheels (vLLM 0.28 to 0.33, SGLang 0.5.23, TensorRT-LLM 1.3, transformers
-5.23). A draft for sampled drafting (acceptance sum_v min(p, q)) and one for greedy drafting (acceptance p(argmax q))
-need different flags. With the wrong flag most of the speed-up is lost, without a warning.
+5.23). Sampled drafting (acceptance sum_v min(p, q)) and greedy drafting (acceptance p(argmax q)) need different flags.
+With the wrong flag most of the speed-up is lost, without a warning.
 """
 
 import json
@@ -49,12 +49,13 @@ class ServingEngine:
     """How one engine serves a draft.
 
     Args:
-        layout: the module of cotrain/export that writes the folder.
-        versions: the versions of the engine that load it.
-        drafts: the objectives that the engine serves: "sampled", "greedy" or both.
-        command: a function (draft, target, k, objective) -> the launch command for a POSIX shell.
+        layout: the module in cotrain/export that writes the folder.
+        versions: the versions of the engine that load the folder.
+        drafts: how the engine can draft: "sampled", "greedy" or both.
+        command: a function (draft, target, k, objective) -> launch command for a POSIX shell.
         note: a remark for the user.
-        parallel: the same function for parallel drafts; None if the engine does not serve them.
+        parallel: the same function for drafts that draft all tokens in one pass; None if the engine does not serve
+            them.
     """
 
     layout: str
@@ -70,7 +71,7 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def serve_vllm(target: str, settings: dict[str, Any]) -> str:
-    """Return the launch command of vLLM, for a POSIX shell. settings: its speculative_config."""
+    """Return vLLM's launch command for a POSIX shell. target: hub id or path. settings: the speculative_config."""
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
@@ -136,8 +137,8 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
 
 
 def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
-    """Return the launch command. p-min is set because its default is not 0 in some builds, which then end drafts at a
-    token of which the draft is not sure."""
+    """Return the launch command. It sets p-min to 0, because some builds have another default and then end a chain at a
+    token that the draft is not sure of."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
     return shlex.join(
         [
@@ -220,18 +221,20 @@ ENGINES = {
 
 
 def engine_named(name: str) -> ServingEngine:
-    """Return the row of `ENGINES` with this name. Raises UserError, which lists the engines, for an unknown name."""
+    """Return the entry of `ENGINES` with this name. Raises UserError, which lists the engines, for an unknown name."""
     if name not in ENGINES:
         raise UserError(f"engine={name}: there is no such engine: set engine= to one of {', '.join(ENGINES)}")
     return ENGINES[name]
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
-    """Return the module (with `export` and `launch`) that writes drafts of a kind for an engine, None for the plain
-    layout of `hf`. Raises UserError for a kind that the engine does not load, and for feature drafts."""
+    """Return the module (with `export` and `launch`) that writes drafts of this kind for an engine, or None if `hf`
+    writes them. Raises UserError for feature drafts, and for a kind that the engine does not load."""
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
-        raise UserError(f"engine={engine}: no engine of the table loads {kind} drafts")
+        raise UserError(
+            f"engine={engine}: no engine of the table loads {kind} drafts: use cotrain generate or cotrain bench"
+        )
     student = student_class(kind)
     if student.features:
         if not any(engine in FEATURES[layout] for layout in student.features):
@@ -246,15 +249,16 @@ def layout_of(kind: str, engine: str) -> Any | None:
 
 
 def usual_layout(kind: str, engine: str) -> str:
-    """Return the layout that layout=auto stands for: for feature drafts the first of their layouts that the engine
-    loads, else the engine's layout for plain drafts. Raises UserError for an unknown engine."""
+    """Return the layout to use for layout=auto. For a feature draft it is the first of its layouts that the engine
+    loads, otherwise the engine's layout for plain drafts. Raises UserError for an unknown engine."""
     plain = engine_named(engine).layout
     features = student_class(kind).features if kind in STUDENTS else ()
     return next((layout for layout in features if engine in FEATURES[layout]), plain)
 
 
 def refuse_layout(engine: str, layout: str) -> None:
-    """Raise UserError, naming the key, for a layout that the engine does not load or that is not written."""
+    """Raise UserError, which names the key, if the engine does not load this layout, or if this package cannot write
+    it."""
     if layout == "dspark":
         raise UserError(
             "layout=dspark: it is not written, since vLLM runs DSpark only with Triton, with which it was not tested: "
@@ -266,7 +270,7 @@ def refuse_layout(engine: str, layout: str) -> None:
 
 
 def refuse_kind(engine: str, kind: str) -> None:
-    """Raise UserError, naming the key, for a kind of draft that the engine does not serve."""
+    """Raise UserError, which names the key, if the engine does not serve this kind of draft."""
     if is_parallel(kind) and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
         raise UserError(f"engine={engine}: it does not load drafts of kind {kind}: set engine={able}")
@@ -292,14 +296,14 @@ def launch(
 
     Args:
         k: drafts per round.
-        objective: "sampled" or "greedy", what the draft was trained for. It sets how the engine drafts.
-        kind: of the draft.
-        tree: the planned tree. It is used if the engine drafts trees in this layout (`TREES`); otherwise chains of k
-            are drafted.
-        layers: the layers whose outputs a feature draft reads, see `captured`.
+        objective: "sampled" or "greedy"; what the draft was trained for, and how the engine should draft.
+        kind: the kind of draft.
+        tree: the planned tree, or None. It is used if the engine drafts trees in this layout (`TREES`); otherwise
+            chains of k are drafted.
+        layers: the target's layers (0-based) whose outputs a feature draft reads, see `captured`.
 
-    Raises ValueError, naming the key, for an unknown engine or objective and for k < 1, and the errors of
-    `refuse_kind`.
+    Raises ValueError, which names the key, for an unknown objective and for k < 1, and the errors of `refuse_kind` and
+    `engine_named`.
     """
     refuse_kind(engine, kind)
     engine_named(engine)
@@ -316,8 +320,8 @@ def launch(
 
 
 def _command(engine: str, layout: str, parallel: bool) -> Command:
-    """Return the function that makes the launch command of an engine, for drafts of this layout. parallel: whether the
-    draft drafts all tokens in one pass."""
+    """Return the function that makes an engine's launch command for drafts in this layout. parallel: whether the draft
+    drafts all tokens in one pass."""
     row = ENGINES[engine]
     if layout in FEATURES:
         command = FEATURES[layout][engine]
@@ -326,26 +330,26 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
 
 
 def captured(origin: Mapping[str, Any]) -> list[int]:
-    """Return the layers whose outputs an exported feature draft reads, [] for other drafts. origin: that of the draft's
-    metadata."""
+    """Return the target's layers whose outputs an exported feature draft reads; [] for other drafts. origin: the
+    `origin` in the draft's metadata."""
     layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
     return layers
 
 
 def place(target: str) -> str:
-    """Return the target's name in a launch command: the absolute path of a folder, else the hub id."""
+    """Return the target's name for a launch command: the absolute path of a folder, or the hub id."""
     folder = Path(resolve(target))
     return str(folder.absolute()) if folder.is_dir() else target
 
 
 def drafting(engine: str, objective: str) -> str:
-    """Return how an engine drafts ("sampled" or "greedy") with a draft that was trained for `objective`."""
+    """Return how an engine drafts, "sampled" or "greedy", if the draft was trained for `objective`."""
     drafts = engine_named(engine).drafts
     return objective if objective in drafts else drafts[0]
 
 
 def caveats(engine: str, objective: str) -> list[str]:
-    """Return remarks for users who serve, with this engine, a draft trained for `objective`."""
+    """Return remarks for users who serve a draft with this engine. objective: what the draft was trained for."""
     note = engine_named(engine).note
     if objective == drafting(engine, objective):
         return [note]

@@ -1,5 +1,5 @@
-"""Changes to a draft so that engines can load it: resize it to the target's vocabulary, or fix its temperature. Heads
-that no engine loads are refused.
+"""Changes to a draft so that engines can load it: its vocabulary is resized to the target's, or its temperature is
+fixed. Heads that no engine loads are refused.
 
 A draft conditioned on the temperature is exported for one temperature: its scale is multiplied into its final norm. The
 result is a plain causal LM, which any engine serves.
@@ -31,7 +31,8 @@ TRIED = 8  # number of ids on which the exported model is compared with the cond
 
 
 def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase) -> float:
-    """Resize the draft's vocabulary to `size` rows in place. Return the mean probability of all added rows together.
+    """Resize the draft's vocabulary to `size` rows in place. Return the mean probability of all added rows together; 0
+    if none was added.
 
     An added id v should never be drafted: the target rejects it, so the text stays exact, but the round ends there. If
     the head has a bias, it is -1e4 at v, so q(v) = 0. Otherwise (Llama, and every tied embedding) the logit is w_v . h,
@@ -39,12 +40,14 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
     probability: a copy of the row of the least likely token u, so q(v) = q(u) in every context, or 0, whose logit is
     always 0. Means are over texts sampled from the draft.
 
-    Rows past `size` are removed, since no target id refers to them. tokenizer: the draft's. Raises ValueError if it has
-    more than `size` ids.
+    Rows past `size` are removed, since no target id refers to them. tokenizer: the draft's. Raises ValueError if the
+    tokenizer has more than `size` ids.
     """
     old, used = model.config.vocab_size, max(tokenizer.get_vocab().values()) + 1
     if size < used:
-        raise ValueError(f"vocab_size: {size} rows are fewer than the tokenizer's {used} ids")
+        raise ValueError(
+            f"vocab_size={size}: the draft's tokenizer has {used} ids: put the target's tokenizer into the draft folder"
+        )
     if size <= old:
         model.resize_token_embeddings(size)
         return 0.0
@@ -56,7 +59,8 @@ def resize(model: PreTrainedModel, size: int, tokenizer: PreTrainedTokenizerBase
 
 
 def _least_likely(logits: Tensor) -> int | None:
-    """Return the id with the lowest mean probability, or None if a logit of 0 has a lower one. logits (B, T, V)."""
+    """Return the id with the lowest mean probability, or None if a logit of 0 would have a lower one. logits (B, T,
+    V)."""
     norm = logits.logsumexp(-1, keepdim=True)
     masses = (logits - norm).exp().mean((0, 1))
     return None if (-norm).exp().mean() < masses.min() else int(masses.argmin())
@@ -64,8 +68,8 @@ def _least_likely(logits: Tensor) -> int | None:
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, old: int, least: int | None) -> None:
-    """Set the rows from `old` on, in the embedding and in the head, to copies of the row `least`, or to 0 if it is
-    None."""
+    """Fill the rows from `old` on, in the embedding and in the head, with copies of the row `least`, or with 0 if
+    `least` is None."""
     head = model.get_output_embeddings()
     tables: tuple[Any, ...] = (model.get_input_embeddings(), head)
     for table in tables:
@@ -86,7 +90,7 @@ def _own_texts(model: PreTrainedModel, used: int) -> Tensor:
 
 @torch.no_grad()
 def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Return logits (B, T, V) as float32 on the CPU."""
+    """Return logits (B, T, V) for ids (B, T), as float32 on the CPU."""
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float().cpu()
 
 
@@ -94,8 +98,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
-    """Raise UserError if the draft in `folder` is conditioned and `temperature` is None, or if it is not and a
-    temperature is given."""
+    """Raise UserError unless a temperature is given exactly if the draft in `folder` is conditioned on it."""
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
@@ -111,7 +114,7 @@ def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
 
 
 def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | None:
-    """Return a remark if the draft was measured at another temperature than this one, else None."""
+    """Return a remark if the draft was measured at another temperature than this one, otherwise None."""
     if metadata is None or metadata.report is None or (at := metadata.regime.get("temperature", 1.0)) == temperature:
         return None
     return (
@@ -121,7 +124,7 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 
 def network_class(temperature: float | None) -> Any:
-    """Return the class that loads the draft folder. The temperature must have passed `refuse_temperature`."""
+    """Return the class that loads the draft folder. `refuse_temperature` must have accepted the temperature."""
     return CausalLM if temperature is None else ConditionedNetwork
 
 
@@ -129,15 +132,14 @@ def network_class(temperature: float | None) -> Any:
 
 
 def refuse_small_head(folder: str | Path) -> None:
-    """Raise UserError for a draft folder whose head no engine loads, see `small_head_problem`."""
+    """Raise UserError if no engine loads the head in a draft folder, see `small_head_problem`."""
     if problem := small_head_problem(folder):
         raise UserError(f"{problem}; or serve this draft with cotrain's engine (cotrain generate, cotrain bench)")
 
 
 def small_head_problem(folder: str | Path) -> str | None:
-    """Return why no engine loads the head of a draft folder, and what to train instead. Return None for a head that
-    engines load. Engines read pruned vocabularies of feature drafts (d2t), but no head that is a product of two
-    matrices."""
+    """Return why no engine loads the head in a draft folder, and how to train instead; None if engines load it. Engines
+    read a feature draft's pruned vocabulary (d2t), but no head that is a product of two matrices."""
     file = Path(folder) / CONFIG
     values, kind = read_json(file) if file.is_file() else {}, read(folder).kind
     if rank := values.get(RANK):
@@ -154,10 +156,11 @@ def small_head_problem(folder: str | Path) -> str | None:
 
 @torch.no_grad()
 def fold_conditioning(network: PreTrainedModel, temperature: float) -> PreTrainedModel:
-    """Return the network without its conditioning: the weight and bias of its final norm are multiplied, in place, by
+    """Return the network without its conditioning. The weight and bias of its final norm are multiplied, in place, by
     its scale at `temperature`.
 
-    Raises ValueError if the logits then differ, as for a model family that changes the norm's output before the head.
+    Raises ValueError if the logits then differ, which happens if the model family changes the norm's output before the
+    head.
     """
     ids = torch.arange(min(TRIED, network.config.get_text_config().vocab_size), device=network.device).unsqueeze(0)
     scale = Scale(network).at(torch.tensor(float(temperature)))

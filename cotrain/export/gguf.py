@@ -1,11 +1,11 @@
 """Export of causal LMs of Llama's shape to one GGUF file, for llama.cpp.
 
-The file holds the weights under llama.cpp's names, the sizes, and the tokenizer. llama.cpp compares the vocabularies of
-draft and target, token by token: for a target that is a GGUF file the tokenizer is copied from it, otherwise it is
-written from the tokenizer in the draft folder, which must be a byte-level BPE.
+The file has the weights under llama.cpp's names, the sizes, and the tokenizer. llama.cpp compares the vocabularies of
+draft and target, token by token. If the target is a GGUF file, its tokenizer is copied. Otherwise the draft folder's
+tokenizer is written, which must be a byte-level BPE.
 
-Llama's file stores the rows of the query and key projections in another order than transformers: llama.cpp rotates
-neighbouring pairs of rows, transformers a row of the first half with one of the second.
+For Llama the rows of the query and key projections have another order than in transformers. llama.cpp rotates
+neighbouring pairs of rows; transformers rotates a row of the first half with one of the second half.
 """
 
 import json
@@ -76,12 +76,12 @@ def export(
     Args:
         k, settings: see `hf.prepare_draft`.
         target: hub id, folder or GGUF file.
-        dtype: of the matrices, a key of `TYPES`, by default unchanged.
+        dtype: how matrices are stored, a key of `TYPES`; None for the model's dtype.
         replace: whether a folder at `output` is replaced.
         name: the folder's name on the hub, if it will be pushed.
 
-    Raises ValueError naming the key or file to change, and FileExistsError if `output` is not empty and `replace` is
-    not set.
+    Raises ValueError, which names the key or file to change, and FileExistsError if `output` is not empty and `replace`
+    is False.
     """
     draft = prepare_draft(source, ENGINE, k, target=target, **settings)
     remarks, reader = list(draft.remarks), None
@@ -109,8 +109,8 @@ def write_file(
 ) -> list[str]:
     """Write a causal LM and a tokenizer to a GGUF file, and return remarks for the README.
 
-    words: the tokenizer, or another GGUF file, whose tokenizer is copied. file: its path, in a folder that `new_folder`
-    makes. dtype: as in `export`. Raises UserError for a model or a tokenizer that cannot be written.
+    words: the tokenizer, or another GGUF file whose tokenizer is copied. file: the path to write, in a folder that
+    `new_folder` makes. dtype: see `export`. Raises UserError for a model or a tokenizer that cannot be written.
     """
     config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
     refuse_shape(config)
@@ -137,8 +137,8 @@ def write_file(
 
 
 def refuse_shape(config: PretrainedConfig) -> None:
-    """Raise UserError, naming the key of config.json, for a model that is not of Llama's shape."""
-    at = f"engine={ENGINE}: config.json:"
+    """Raise UserError, which names the key in config.json, for a model that does not have Llama's shape."""
+    at = f"engine={ENGINE} cannot load this draft (set another engine=): config.json:"
     if config.model_type not in ARCHITECTURES:
         raise UserError(f"{at} model_type is {config.model_type}, but only {', '.join(ARCHITECTURES)} can be written")
     if config.hidden_act != "silu":
@@ -157,7 +157,7 @@ def refuse_shape(config: PretrainedConfig) -> None:
 
 
 def add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
-    """Add the sizes of a model of Llama's shape, its norms and its rope to the file that is being written."""
+    """Add a model's sizes, norm epsilon and rope settings to the file that is being written."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters
     writer.add_vocab_size(config.vocab_size)
@@ -181,8 +181,8 @@ def add_sizes(writer: GGUFWriter, config: PretrainedConfig) -> None:
 
 
 def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the name in the file, and the values in float32, of each tensor of the model. Raises UserError for a tensor
-    for which llama.cpp has no name."""
+    """Yield (name in the file, values in float32) for each tensor of the model. Raises UserError for a tensor without a
+    name in llama.cpp."""
     config, names = model.config, get_tensor_name_map(architecture, model.config.num_hidden_layers)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     for key, values in model.state_dict().items():
@@ -190,7 +190,7 @@ def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         if name is None:
-            raise UserError(f"engine={ENGINE}: llama.cpp has no name for the tensor {key}")
+            raise UserError(f"engine={ENGINE}: llama.cpp has no name for the tensor {key}: set another engine=")
         if architecture is MODEL_ARCH.LLAMA and (".attn_q." in name or ".attn_k." in name):
             values = permuted(values, config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
         yield name, values.detach().float().cpu().numpy()
@@ -205,17 +205,18 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
 
 
 def _rope_factors(model: Any) -> np.ndarray:
-    """Return (head_dim / 2,) float32: llama.cpp divides the rotary frequencies of an unscaled rope by these."""
+    """Return the factors (head_dim / 2,) float32 by which llama.cpp divides the rotary frequencies of an unscaled
+    rope."""
     scaled = model.model.rotary_emb.inv_freq.float().cpu().numpy()
     powers = np.arange(len(scaled), dtype=np.float32) / len(scaled)
     return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
 
 
 def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """Return the bytes of a tensor as they are stored, and their type. Vectors stay in float32, and a matrix whose rows
-    are not divisible into blocks is not quantised.
+    """Return a tensor's bytes as they are stored, and their type. Vectors stay in float32. A matrix whose rows are not
+    divisible into blocks is not quantised.
 
-    name: of the tensor, for the error. stored: the type that is wanted. Raises UserError for values that float16 cannot
+    name: the tensor's name, for the error. stored: the wanted type. Raises UserError for values that float16 cannot
     represent.
     """
     if values.ndim == 1:
@@ -224,7 +225,9 @@ def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> 
         stored = GGMLQuantizationType.BF16
     packed = quantize(values, stored)
     if stored is GGMLQuantizationType.F16 and not np.isfinite(packed).all():
-        raise UserError(f"dtype=float16: {name} has values above {np.finfo(np.float16).max:g}; use bfloat16")
+        raise UserError(
+            f"dtype=float16: the tensor {name} has values above {np.finfo(np.float16).max:g}: set dtype=bfloat16"
+        )
     return packed, stored
 
 
@@ -234,8 +237,8 @@ def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> 
 def fit_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str
 ) -> list[str]:
-    """Resize the draft's vocabulary to that of a GGUF target, in place, and return remarks for the README. path: the
-    target's file, for messages. Raises UserError if the draft's tokens are not those of the file."""
+    """Resize the draft's vocabulary to a GGUF target's, in place, and return remarks for the README. path: the target's
+    file, for messages. Raises UserError if the draft's tokens differ from the file's."""
     field = target.get_field(TOKENS)
     if field is None:
         raise UserError(f"target.path={path} has no key {TOKENS}, which lists the tokens: name another GGUF file")
@@ -244,7 +247,8 @@ def fit_vocabulary(
         if index >= len(theirs) or theirs[index] != token:
             other = repr(theirs[index]) if index < len(theirs) else "no token"
             raise UserError(
-                f"tokenizer: vocabularies differ, first at id {index}: {other} in {path}, {token!r} in the draft's"
+                f"target.path={path}: its vocabulary differs from the draft's, first at id {index}: {other} in the "
+                f"file, {token!r} in the draft: name the GGUF file of the target that the draft was trained for"
             )
     mass = resize(model, len(theirs), tokenizer)
     if len(theirs) <= size:
@@ -262,8 +266,8 @@ def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
 
 def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[str]:
     """Add a byte-level BPE to the file that is being written, with a token for every row of the embedding. Return a
-    remark for the user if llama.cpp has no name for how the tokenizer cuts texts into words. Raises UserError for
-    another tokenizer."""
+    list with a remark for the user if llama.cpp has no name for the tokenizer's way to cut texts into words, otherwise
+    []. Raises UserError for another kind of tokenizer."""
     core = json.loads(tokenizer.backend_tokenizer.to_str()) if isinstance(tokenizer, PreTrainedTokenizerFast) else {}
     if core.get("model", {}).get("type") != "BPE" or "ByteLevel" not in {
         one["type"] for one in _steps(core, "decoder")
@@ -302,7 +306,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[int]]:
-    """Return the text and the type of every id below `size`. Ids without a token have the type "unused"."""
+    """Return two lists: the text and the type of every id below `size`. An id without a token has the type "unused"."""
     tokens, types = [f"[PAD{index}]" for index in range(size)], [int(TokenType.UNUSED)] * size
     for token, index in tokenizer.get_vocab().items():
         tokens[index], types[index] = token, int(TokenType.NORMAL)
@@ -312,16 +316,16 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], l
 
 
 def _other_end(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int | None:
-    """Return the first id that ends a text and is not the tokenizer's end token, such as one that ends a turn. Return
-    None if there is none."""
+    """Return the first id that ends a text and is not the tokenizer's end token, for example an end-of-turn token; None
+    if there is none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
     others = [end for end in (ends if isinstance(ends, list) else [ends]) if end != tokenizer.eos_token_id]
     return others[0] if others else None
 
 
 def split_name(core: Mapping[str, Any]) -> str:
-    """Return llama.cpp's name for how a tokenizer cuts texts into words before it merges, or `UNKNOWN_SPLIT` if it has
-    none. core: the content of tokenizer.json."""
+    """Return llama.cpp's name for the way in which a tokenizer cuts texts into words before it merges; `UNKNOWN_SPLIT`
+    if llama.cpp has no name for it. core: the content of tokenizer.json."""
     normalizers = {one["type"] for one in _steps(core, "normalizer")}
     name = SPLITS.get(tuple(_cut(one) for one in _steps(core, "pre_tokenizer")), UNKNOWN_SPLIT)
     whole = bool(core["model"].get("ignore_merges"))
@@ -329,8 +333,8 @@ def split_name(core: Mapping[str, Any]) -> str:
 
 
 def _steps(core: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a part of tokenizer.json, such as "pre_tokenizer": the part itself, or the steps of a
-    sequence."""
+    """Return the steps of one part of tokenizer.json, for example "pre_tokenizer": the part itself, or the steps in its
+    sequence; [] if the part is missing."""
     step = core.get(part)
     if step is None:
         return []
@@ -339,7 +343,7 @@ def _steps(core: Mapping[str, Any], part: str) -> list[Mapping[str, Any]]:
 
 
 def _cut(step: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return a step of the pre-tokenizer in the form of the keys of `SPLITS`."""
+    """Return a step of the pre-tokenizer as a tuple (type, option), as in the keys of `SPLITS`."""
     if step["type"] == "ByteLevel" and not step.get("add_prefix_space"):
         return "ByteLevel", step.get("use_regex", True)
     if step["type"] == "Digits":

@@ -1,4 +1,4 @@
-"""The plain Hugging Face layout, for drafts that are causal LMs: every engine of the table loads independent ones, and
+"""The plain Hugging Face layout, for drafts that are causal LMs: every engine in the table loads independent ones, and
 some load parallel ones. `folder_problems` lists what is wrong with a folder in this layout."""
 
 from collections.abc import Mapping
@@ -44,8 +44,8 @@ from inference.report.build import validate
 
 
 class Prepared(NamedTuple):
-    """A draft as an engine loads it: with the target's vocabulary, and for one temperature. report: the draft's
-    report.json, None if it was not measured. remarks: lines for the README."""
+    """A draft as an engine loads it: with the target's vocabulary, and for one temperature. report: the content of
+    report.json, or None if the draft was not measured. remarks: lines for the README."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -70,10 +70,10 @@ def export(
     Args:
         k, settings: see `prepare_draft`.
         replace: whether a folder at `output` is replaced.
-        name: the folder's name in the README, by default its path.
+        name: the folder's name in the README; None for its path.
 
-    The folder is written only if it passes `folder_problems`. Raises ValueError naming the key or file to change, and
-    FileExistsError as `inference.drafts.draft_folder.save` does.
+    The folder is written only if `folder_problems` finds none. Raises ValueError, which names the key or file to
+    change, and FileExistsError as `inference.drafts.draft_folder.save` does.
     """
     draft = prepare_draft(source, engine, k, **settings)
     with new_folder(Path(output), replace=replace) as new:
@@ -98,21 +98,22 @@ def prepare_draft(
     dtype: torch.dtype | None = None,
     temperature: float | None = None,
 ) -> Prepared:
-    """Return the draft of the folder `source`, fitted to the target. A Markov head, which no engine reads in this
-    layout, is left out with a remark.
+    """Return the draft in the folder `source`, fitted to the target. A Markov head is left out with a remark, since no
+    engine reads it in this layout.
 
     Args:
         k: drafts per round.
         target: hub id or path of the target to serve.
-        target_config: its config; the draft's vocabulary is resized to it (`fitting.resize`). None: it is not resized.
-        target_tokenizer: its tokenizer, whose vocabulary is compared with the draft's.
+        target_config: the target's config; the draft's vocabulary is resized to it (`fitting.resize`). None: it is not
+            resized.
+        target_tokenizer: the target's tokenizer, whose vocabulary is compared with the draft's.
         objective: "sampled" or "greedy".
-        dtype: of the weights, by default unchanged.
-        temperature: the serving temperature of a conditioned draft, which becomes an independent draft
+        dtype: the dtype of the weights; None leaves them unchanged.
+        temperature: for a conditioned draft, the temperature to serve at; the draft becomes an independent one
             (`fitting.fold_conditioning`).
 
-    k, target and objective are by default those in cotrain.json. For a folder without it, k and target are required,
-    and objective is "sampled". Raises ValueError naming the key or file to change.
+    If k, target or objective is None, its value in cotrain.json is used. A folder without this file needs k and target,
+    and its objective is "sampled". Raises ValueError, which names the key or file to change.
     """
     engine_named(engine)
     refuse_temperature(source, temperature)
@@ -121,7 +122,9 @@ def prepare_draft(
     if model.config.is_encoder_decoder and engine != "transformers":
         raise ValueError(f"engine={engine}: it loads no drafts for encoder-decoders: set engine=transformers")
     if tokenizer is None:
-        raise ValueError(f"{source}: it has no tokenizer; engines need the target's tokenizer in the draft folder")
+        raise ValueError(
+            f"{source}: it has no tokenizer, and engines need one: copy the target's tokenizer files into it"
+        )
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
         model, metadata = fold_conditioning(model, temperature), _at(metadata, temperature)
@@ -151,7 +154,8 @@ def prepare_draft(
 
 
 def _metadata(metadata: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
-    """Return the metadata for the export. metadata: that of the folder, or None if it has no cotrain.json."""
+    """Return the metadata for the export. metadata: the folder's, or None without cotrain.json. Raises ValueError if k
+    or target is then None."""
     if metadata is None:
         if k is None or target is None:
             key = "k" if k is None else "target.path"
@@ -161,13 +165,13 @@ def _metadata(metadata: Metadata | None, k: int | None, target: str | None, obje
 
 
 def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """Return the metadata of a conditioned draft after it was fixed at one temperature."""
+    """Return a conditioned draft's metadata, changed to an independent draft at one temperature."""
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
 def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
-    """Return the draft's report. Return None if the metadata names none; a report.json in the folder is then from
-    another program. Raises ValueError if the report is missing, changed or invalid."""
+    """Return the draft's report, or None if the metadata names none; a report.json in the folder is then from another
+    program. Raises ValueError if the report is missing, changed or invalid."""
     if metadata is None or metadata.report is None:
         return None
     file = source / REPORT
@@ -187,8 +191,8 @@ def _fit(
     target_config: PretrainedConfig | None,
     target_tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[str]:
-    """Resize the draft's vocabulary to the target's, in place, and compare the vocabularies. Return remarks for the
-    README. Raises ValueError if they do not match."""
+    """Resize the draft's vocabulary to the target's, in place, and compare the two vocabularies. Return remarks for the
+    README; [] without `target_config`. Raises ValueError if the vocabularies do not match."""
     if target_config is None:
         return []
     old, size = model.config.vocab_size, target_config.get_text_config(decoder=True).vocab_size
@@ -217,9 +221,9 @@ def folder_problems(folder: str | Path) -> list[str]:
     A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as
     this package's engine loads it, so a folder that `train` wrote passes.
 
-    The required files are checked, the keys of config.json and generation_config.json, the names, shapes, dtypes and
-    values of the tensors, the tokenizer's size, and the hash of report.json. Tensors are loaded by transformers, since
-    some model families have other names on disk than in memory.
+    Checked are the required files, the keys of config.json and generation_config.json, the names, shapes, dtypes and
+    values of the tensors, the tokenizer's size, and the hash of report.json. transformers loads the tensors, since some
+    model families have other tensor names on disk than in memory.
     """
     try:
         draft = read(folder)
@@ -240,7 +244,8 @@ def folder_problems(folder: str | Path) -> list[str]:
 
 
 def _generation(path: Path) -> list[str]:
-    """Return problems with the keys that set the draft length of transformers' assisted generation."""
+    """Return problems with the keys in generation_config.json that set the draft length of transformers' assisted
+    generation."""
     if not (path / GENERATION).is_file():
         return []
     values, file = read_json(path / GENERATION), path / GENERATION
@@ -255,7 +260,7 @@ def _generation(path: Path) -> list[str]:
 
 
 def _weights(path: Path, network: Any) -> list[str]:
-    """Return problems with the tensors. network: the class of the model; None for that of transformers."""
+    """Return problems with the tensors. network: the model's class; None for a model of transformers."""
     try:
         with building(path):
             network = network or auto_class(AutoConfig.from_pretrained(path))
@@ -267,8 +272,8 @@ def _weights(path: Path, network: Any) -> list[str]:
 
 
 def _dtypes(path: Path) -> list[str]:
-    """Return problems with tensors whose dtype on disk is not that of config.json. Quantised models have several dtypes
-    and are not checked."""
+    """Return problems with tensors whose dtype on disk differs from the dtype in config.json. Quantised models have
+    several dtypes and are not checked."""
     config = read_json(path / CONFIG)
     wanted = DTYPES.get(str(config.get("dtype")))
     if wanted is None or "quantization_config" in config:

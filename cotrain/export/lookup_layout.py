@@ -1,7 +1,7 @@
 """Export of drafts of kind retrieval and hybrid for vLLM: the draft folder, unchanged, and a README.
 
-In vLLM, the method `custom_class` loads `inference.servers.vllm_lookup.Lookup`, which reads the folder. The package
-`inference` must therefore be installed in vLLM's environment.
+In vLLM, the method `custom_class` loads `inference.servers.vllm_lookup.Lookup`, which reads the folder. So the package
+`inference` must be installed in vLLM's environment.
 """
 
 import shlex
@@ -41,17 +41,19 @@ def export(
     name: str | None = None,
 ) -> Path:
     """Copy the folder `source`, of kind retrieval or hybrid, to `output`, with a README that has the launch command.
-    Return `output`. The prompts of the folder are left out, since engines do not read them.
+    Return `output`. The folder's prompts are left out, since engines do not read them.
 
-    k: drafts per round; target: hub id or path; both are by default those in cotrain.json. replace: whether a folder at
+    k: drafts per round. target: hub id or path. If None, both are read from cotrain.json. replace: whether a folder at
     `output` is replaced. name: the folder's name on the hub, if it will be pushed.
 
-    Raises ValueError, naming the key, for a folder without metadata, and for a folder with a datastore if it is to be
-    pushed. Raises FileExistsError if `output` is not empty and `replace` is not set.
+    Raises ValueError, which names the key, for a folder without metadata, and for a folder with a datastore if it is to
+    be pushed. Raises FileExistsError if `output` is not empty and `replace` is False.
     """
     source_metadata = read(source).metadata
     if source_metadata is None:
-        raise ValueError(f"draft.path={source}: it has no cotrain.json, which names its target")
+        raise ValueError(
+            f"draft.path={source} has no cotrain.json, so its target is unknown: name a folder that cotrain train wrote"
+        )
     if name and (read_json(Path(source) / CONFIG).get("lookup") or {}).get("datastore"):
         raise ValueError(
             f"push_to_hub={name}: {source} looks up drafts in a datastore on this machine, which other people do not "

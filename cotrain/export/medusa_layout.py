@@ -1,5 +1,5 @@
-"""Export of Medusa heads for vLLM up to 0.32; later versions do not serve them. vLLM drafts each head's likeliest
-token."""
+"""Export of Medusa heads for vLLM up to 0.32; later versions do not serve them. vLLM drafts the most probable token of
+each head."""
 
 import json
 import shlex
@@ -39,19 +39,19 @@ def export(
     replace: bool = False,
     name: str | None = None,
 ) -> Path:
-    """Write the Medusa heads in the folder `source` to the folder `output` as vLLM loads them, with the target's output
-    head, which all of them use, and a README that has the launch command. Return `output`.
+    """Write the Medusa heads in the folder `source` to the folder `output`, as vLLM loads them. The target's output
+    head, which all Medusa heads use, is written too, and a README that has the launch command. Return `output`.
 
-    k: drafts per round, at most the number of heads; target: hub id or path; both are by default those in cotrain.json.
-    replace: whether a folder at `output` is replaced. name: the folder's name in the README, by default its path.
+    k: drafts per round, at most the number of heads. target: hub id or path. If None, both are read from cotrain.json.
+    replace: whether a folder at `output` is replaced. name: the folder's name in the README; None for its path.
 
-    Raises ValueError naming the key or file to change, and FileExistsError if `output` is not empty and `replace` is
-    not set.
+    Raises ValueError, which names the key or file to change, and FileExistsError if `output` is not empty and `replace`
+    is False.
     """
     network, _, metadata = load_draft(source, network=MedusaNetwork)
     served = target or (metadata.target["name"] if metadata else None)
     if served is None:
-        raise ValueError(f"draft.path={source} does not name its target: give target.path=")
+        raise ValueError(f"draft.path={source} does not name its target: set target.path= to this model")
     planned, remarks = metadata, list[str]()
     if metadata and not k:
         planned, remarks = planned_anew(source, metadata, metadata, "greedy", network.markov_head is None)
@@ -93,7 +93,7 @@ def speculative(draft: str, k: int) -> dict[str, Any]:
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of config.json for vLLM. original_lm_head says that all heads share one output head. Without
+    """Return the content of config.json for vLLM. original_lm_head means that all heads share one output head. Without
     medusa_fc_bias vLLM would ignore the biases without an error."""
     ours = network.config
     return {
@@ -113,15 +113,17 @@ def config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors for vLLM: the blocks of each head and layer, and the target's output head, named as that of
-    head 0. Raises ValueError if the target's head has a bias, a cap or a scale."""
+    """Return the tensors for vLLM by name: the blocks of each head and layer, and the target's output head under the
+    name of head 0. Raises ValueError if the target's output head has a bias, a cap or a scale."""
     head: Any = target.get_output_embeddings()
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
             named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
-        raise ValueError(f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of the target's head")
+        raise ValueError(
+            f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of its head: use cotrain generate"
+        )
     return named
 
 

@@ -1,6 +1,6 @@
 """The README of an exported draft, and its upload to the Hugging Face hub.
 
-The token is HF_TOKEN or that of `hf auth login`; HF_ENDPOINT is the address of the hub.
+The token is HF_TOKEN, or the one that `hf auth login` stored. HF_ENDPOINT is the hub's address.
 """
 
 import json
@@ -39,11 +39,11 @@ def card(
     remarks: list[str],
     layout: str = "hf",
 ) -> str:
-    """Return the README in Markdown: launch command, caveats, remarks on the export, regime, measured table, licence
-    note.
+    """Return the README in Markdown: launch command, caveats, remarks on the export, regime, table of measurements,
+    licence note.
 
-    draft_path: the folder, or its name on the hub. report: a valid one (`inference.report.build.validate`), or None.
-    remarks: lines that are added to the caveats.
+    draft_path: the folder, or its name on the hub. report: a valid report (`inference.report.build.validate`), or None.
+    remarks: lines to add to the caveats.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     learnt = metadata.learnt_from
@@ -77,8 +77,8 @@ def card(
 
 
 class VllmCommand(NamedTuple):
-    """The command in a README that serves a draft in vLLM. environment: its environment variables. target: a folder or
-    hub id. speculative: vLLM's speculative_config."""
+    """A README's command for vLLM. environment: its environment variables. target: a folder or hub id. speculative:
+    vLLM's speculative_config."""
 
     environment: dict[str, str]
     target: str
@@ -86,7 +86,7 @@ class VllmCommand(NamedTuple):
 
 
 def on_card(card: str) -> VllmCommand:
-    """Return the command in the first block of code of a README. Raises ValueError if it is not one for vLLM."""
+    """Return the command in the README's first block of code. Raises ValueError if it is no command for vLLM."""
     block = re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)
     words = shlex.split(block[1]) if block else []
     if "vllm" not in words:
@@ -98,8 +98,8 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """Return lines for the README: if the target is a GGUF file, if joint training changed its weights, and if the
-    draft learnt from other weights. Return [] otherwise."""
+    """Return the lines of the README about the target, [] if there is nothing to tell: that it came from a GGUF file,
+    that joint training changed its weights, or that the draft learnt from other weights."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
     lines += filter(None, [metadata.origin.get("warning")])
@@ -115,17 +115,17 @@ def _read_from(metadata: Metadata) -> list[str]:
 def planned_anew(
     source: str | Path, measured: Metadata, written: Metadata, way: str, markov: bool = True
 ) -> tuple[Metadata, list[str]]:
-    """Return the metadata of the export, with the draft length planned again if the engine drafts in another way than
-    was measured, and remarks about it.
+    """Return the export's metadata, and remarks about it. The draft length is planned again if the engine drafts in
+    another way than the draft was measured with.
 
     Args:
         source, measured: the trained folder and its metadata.
-        written: the metadata of the export.
+        written: the export's metadata so far.
         way: how the engine drafts, "sampled" or "greedy"; engines verify chains by the token rule.
-        markov: False if the draft has a Markov head that the export lacks.
+        markov: False if the draft has a Markov head that the export cannot hold.
 
-    The new length has the least seconds per token, by the report's seconds of rounds and its tau on held-out texts.
-    Without these figures the length stays, and the remark says what it was planned for.
+    The new length has the least seconds per token, computed from the report's seconds of rounds and its tau on held-out
+    texts. Without these figures the length stays, and a remark says what it was planned for.
     """
     rule, cold = measured.served.verify, written.regime.get("temperature", 1.0) == 0
     same = cold or way == measured.objective and (way == "greedy" or rule != "block")
@@ -157,8 +157,8 @@ def planned_anew(
 
 
 def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool = True) -> dict[int, float]:
-    """Return tau on held-out texts by draft length, under the token rule, in the regime. way: "sampled" or "greedy"
-    drafting. markov: whether the draft drafts with its Markov head."""
+    """Return tau on held-out texts, keyed by draft length, under the token rule, in the regime. way: "sampled" or
+    "greedy" drafting. markov: whether the draft uses its Markov head."""
     held, temperature = (report.get("extra") or {}).get("held_out") or {}, metadata.regime.get("temperature", 1.0)
     name = QUANTITIES[way] + ("" if markov else "_without_markov")
     known = {k: held.get(f"{name}_T{temperature:g}/all/{k}") for k in range(1, LONGEST + 1)}
@@ -166,8 +166,8 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
 
 
 def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
-    """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime.
-    Return "" if the report has no held-out figures."""
+    """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime; ""
+    if the report has no held-out figures."""
     taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
     lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
@@ -179,8 +179,8 @@ def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
 
 
 def without_markov(source: Path, metadata: Metadata) -> str:
-    """Return a remark that the export lacks the draft's Markov head. The remark compares tau with and without the head
-    if the report of the trained folder `source` has both."""
+    """Return a remark that the export does not have the draft's Markov head. source: the trained folder; if its report
+    has tau with and without the head, the remark compares them."""
     path, k = source / REPORT, metadata.k
     report = read_json(path) if path.is_file() else {}
     whole, without = (_taus(report, metadata, metadata.objective, markov).get(k) for markov in (True, False))
@@ -191,8 +191,8 @@ def without_markov(source: Path, metadata: Metadata) -> str:
 
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
-    """Return the title and table of the acceptance and tau that were predicted on held-out texts, for sampled and
-    greedy drafting, in the regime. Return [] if the report has no held-out figures."""
+    """Return a title and a Markdown table of the acceptance and tau predicted on held-out texts, for sampled and greedy
+    drafting, in the regime; [] if the report has no held-out figures."""
     held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
     rows = []
     for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
@@ -206,8 +206,8 @@ def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
 
 
 def require_hub(repo: str) -> None:
-    """Raise UserError if `repo` is not user/name, or if the hub does not answer or rejects the token. Missing rights to
-    write to `repo` are detected only by `push`."""
+    """Raise UserError if `repo` is not user/name, or if the hub does not answer or rejects the token. Only `push`
+    detects that the user may not write to `repo`."""
     with _one_line(repo):
         if repo.count("/") != 1:
             raise HFValidationError("it must be user/name")
@@ -216,7 +216,7 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload all files of the folder to a repository and return its address. A missing repository is created, as a
+    """Upload all files in the folder to a repository, and return its address. A missing repository is created as a
     public one. Raises UserError if the hub rejects the upload."""
     with _one_line(repo, f"; {folder} is complete, and `hf upload {repo} {folder}` uploads it"):
         hub = HfApi()
@@ -226,14 +226,14 @@ def push(folder: Path, repo: str) -> str:
 
 
 def local(target: str) -> bool:
-    """Return whether the target is a folder on this machine, which users who download the draft do not have."""
+    """Return whether the target is a folder on this machine, which other people do not have."""
     return Path(resolve(target)).is_dir()
 
 
 @contextmanager
 def _one_line(repo: str, then: str = "") -> Iterator[None]:
-    """Raise a UserError of one line for errors of the hub's client in the block. then: advice that is appended to
-    it."""
+    """Turn errors of the hub's client in the block into a UserError of one line. then: advice to append to the
+    message."""
     try:
         yield
     except HFValidationError as error:

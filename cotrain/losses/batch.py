@@ -1,7 +1,8 @@
 """The loss of a batch, summed over all guesses that a student makes for it, and the weight of each depth.
 
-A student whose distribution at a position is the same at every depth makes one guess (depth ANY), and its acceptance r
-has shape (B, L). Other students make one guess for each depth, and r has shape (B, L, K).
+If a student's distribution does not depend on the depth, it makes one guess (depth ANY), and its acceptance r has shape
+(B, L). Otherwise it makes one guess per depth, and r has shape (B, L, K).
+
 B texts, T tokens, L tokens of the longest completion, K depths.
 """
 
@@ -25,10 +26,10 @@ DECAY = 0.8  # the weight of depth j is DECAY ** j if the exact one is unknown (
 class LossBatch:
     """The part of a batch that is the same for every guess.
 
-    target: the target's distributions. ids (B, T).
+    target: the target's distributions. ids (B, T): token ids.
     temperature (B,), on the CPU.
     sampled (B, T-1) bool, on the CPU: whether the target sampled the next token.
-    truncate: the top-k / top-p cut of the regime, see `chunked`.
+    truncate: the regime's top-k / top-p cut, see `chunked`; None without one.
     chunk: the number of positions whose distributions are in memory at once.
     """
 
@@ -41,19 +42,20 @@ class LossBatch:
 
     @property
     def following(self) -> Tensor:
-        """Return the token after each position (B, T). The entry of the last position is never read."""
+        """Return the id of the token after each position (B, T). The entry of the last position is never used."""
         return self.ids.roll(-1, 1)
 
     @property
     def lengths(self) -> Tensor:
-        """Return the number of tokens of each completion (B,)."""
+        """Return the number of tokens in each completion (B,)."""
         return sent(self.sampled.sum(1), self.ids.device)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
-        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each. Every completion starts in column 0.
+        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each. Every completion begins in column 0. Both
+        values are 0 where p(x) = 0, see `mask_impossible`.
 
-        If the student makes one guess for each depth, the shape is (B, L, K), and the last axis is the depth at which
-        the token is drafted. Both are 0 where p(x) = 0, see `mask_impossible`.
+        If the student makes one guess per depth, the shape is (B, L, K), and the last axis is the depth at which the
+        token is drafted.
         """
         mask, at = pad(self.sampled, (0, 1)), sent(columns(self.sampled), self.ids.device)
         pairs = []
@@ -70,26 +72,27 @@ class LossBatch:
         return logp, logq
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return a sequence loss, summed over the texts and multiplied by the weight of its term. logs: from
-        `LossBatch.logs`. k: draft length."""
+        """Return a loss of whole texts, summed over the texts and multiplied by the term's weight; a scalar. logs: log
+        p and log q of the sampled tokens, from `LossBatch.logs`. k: draft length."""
         value: Tensor = term.function(*logs, _draft_length(logs[0], k), self.lengths)
         # texts of one token depend on no draft, and a step needs a gradient all the same
         return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return how many target calls a unit of acceptance saves at each sampled token, in the shape of `logs`,
-        without gradient, see `acceptance.call_weights`. k: draft length."""
+        """Return how many target calls one more unit of acceptance saves at each sampled token, without gradient, (B,
+        L) or (B, L, K), see `acceptance.call_weights`. logs: log p and log q of these shapes, from `LossBatch.logs`. k:
+        draft length."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
     def weight(self, saved: Tensor, depth: int) -> Tensor:
-        """Return (B, T): the weights of a depth at the positions that predict the sampled tokens, and 0 elsewhere.
-        saved: from `LossBatch.saved`."""
+        """Return (B, T): the weights `saved` at the positions that predict the sampled tokens, and 0 elsewhere. saved
+        (B, L) or (B, L, K): from `LossBatch.saved`. depth: which of the K depths (0-based), or ANY."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """Return the sum of a loss over the positions of a guess, a scalar, and acceptance statistics, see `chunked`.
-        weight (B, T): of each position. measured: whether the statistics are computed."""
+        """Return a loss summed over the positions of a guess, a scalar, and acceptance statistics, see `chunked`.
+        weight (B, T): the weight of each position. measured: whether the statistics are computed."""
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
@@ -108,9 +111,10 @@ class LossBatch:
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
     """Return the weight of each guess in the mean over depths, (K,). The weights sum to 1.
 
-    decay: the weight of depth j is proportional to decay ** j; None: to saved[j].
-    saved (K,): how many target calls a unit of acceptance at each depth saves, summed over all sampled tokens
-    (`acceptance.call_weights`). If it is None or all 0, since no token was sampled from the target, DECAY ** j is used.
+    decay: the weight of depth j (0-based) is proportional to decay ** j; None: proportional to saved[j].
+    saved (K,): how many target calls a unit of acceptance saves at each depth, summed over all sampled tokens
+    (`acceptance.call_weights`). If it is None or all 0, because the target sampled no token, DECAY ** j is used
+    instead.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:
@@ -122,11 +126,11 @@ def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) 
 
 
 def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x), (B, T), of a guess with values at all positions of the mask, although it was made
-    at a random share of them. mask (B, T) bool: the positions that count.
+    """Return log p(x) and log q(x) with values at all positions where `mask` is True, although the guess was made only
+    at a random share of them. logp, logq (B, T): log-probabilities of the tokens x. mask (B, T) bool.
 
-    Positions without a guess get the mean acceptance of the others. The guess's gradient is divided by the share, so
-    that it stands for all positions.
+    Positions without a guess get the mean acceptance of the others. The gradient of the guess is divided by the share,
+    so that it stands for all positions.
     """
     if guess.share == 1:
         return logp, logq
@@ -142,5 +146,6 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tup
 
 
 def _draft_length(logs: Tensor, k: int) -> int:
-    """Return k, or the student's number of depths if that is smaller."""
+    """Return k, or the number of the student's depths if this is smaller. logs: (B, L), or (B, L, K) with the depth
+    last."""
     return k if logs.ndim == 2 else min(k, logs.shape[2])

@@ -1,14 +1,13 @@
 """Losses computed from states, one chunk of positions at a time, so that the distributions of all positions (B, T, V)
 are never in memory at once.
 
-For each chunk, both heads are applied to the states, and log p and log q are computed and freed again. If all
-parameters of the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`).
-Otherwise backward recomputes the chunk. Only the draft's states and head receive gradients, and the target if it is
-trained.
+For each chunk, both heads are applied to the states; log p and log q are computed and freed again. If all parameters of
+the draft's head are known, the gradients of a chunk are computed together with its values (`EagerSum`). Otherwise the
+backward pass recomputes the chunk. Gradients reach the draft's states and head, and the target only if it is trained.
 
-If the draft has a pruned vocabulary, all other tokens share one column. p has their mass there, and q has none.
-Gradients and acceptance are those over all columns. Losses that are infinite where q = 0 (kl) differ by a constant.
-Losses that read argmax p need all columns, see `names.LossDefinition.argmax`.
+If the draft has a pruned vocabulary, all other tokens share one column. p has their total mass in this column, and q
+has none. Gradients and acceptance are the same as with all columns. Losses that are infinite where q = 0 (kl) differ by
+a constant. Losses that read argmax p need all columns, see `names.LossDefinition.argmax`.
 
 B rows, T positions, V vocabulary, N positions of a guess, n positions of a chunk, Vd tokens of a pruned vocabulary, C
 columns of a distribution: Vd + 1 if the guess is pruned, else V.
@@ -35,7 +34,7 @@ VALUES, FEWEST = {"cpu": 2**21, "cuda": 2**25}, 192
 
 
 def chunk_positions(vocabulary: int, device: str) -> int:
-    """Return the number of positions in a chunk. vocabulary: V. device: its type, "cpu" or "cuda".
+    """Return the number of positions in a chunk. vocabulary: V. device: the device's type, "cpu" or "cuda".
 
     It is at least 192, for efficient matrix products; 192 distributions over 151,936 tokens take 111 MiB.
     """
@@ -55,17 +54,18 @@ class TargetDistributions(Protocol):
         """Return log p as served, (n, C).
 
         at (n,): flat positions, on the CPU. temperature (n,), on the CPU. truncate: see `chunked`. pruned: the pruned
-        head of the guess; the last column is then the mass of all tokens outside `pruned.ids`.
+        head of the guess, or None. With one, the last column is the log of the mass of all tokens outside `pruned.ids`.
         """
 
 
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Return log softmax(logits / temperature), (n, V), in float32 or better. temperature (n,): 0 counts as 1."""
+    """Return log softmax(logits / temperature), (n, V), in float32 or better. logits (n, V). temperature (n,): 0 counts
+    as 1."""
     return log_probs_at(wide(logits), sent(temperature.masked_fill(temperature == 0, 1.0), logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """Return the log distributions `logs` (n, V), with rows of temperature 0 made one-hot at their first maximum.
+    """Return `logs` (n, V) with each row of temperature 0 made one-hot at its first maximum. logs: log probabilities.
     temperature (n,)."""
     zero = temperature == 0
     if not bool(zero.any()):
@@ -74,7 +74,7 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served_logs(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log distributions (n, V) that the engine samples from. logs (n, V): from `log_probs`. temperature
+    """Return the log probabilities (n, V) from which the engine samples. logs (n, V): from `log_probs`. temperature
     (n,). truncate: see `chunked`."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
@@ -82,10 +82,11 @@ def served_logs(logs: Tensor, temperature: Tensor, truncate: Truncate | None) ->
 
 @dataclass(frozen=True)
 class Statistics:
-    """Unweighted means over the positions that count, without gradient; 0 if none counts.
+    """Unweighted means over the counted positions, without gradient; 0 if none counts.
 
-    positions: how many count. alpha: of sum_v min(p, q), both distributions as served. alpha_greedy: of p(argmax q).
-    alphas (B, T): alpha at each position, 0 at those that do not count.
+    positions: how many count. alpha: the mean of sum_v min(p, q), both distributions as served. alpha_greedy: the mean
+    of p(argmax q).
+    alphas (B, T): alpha at each counted position, 0 elsewhere.
     terms (m,): the sum of each requested term of the loss, with the weights of the loss.
     """
 
@@ -108,19 +109,18 @@ def chunked(
     measured: bool = True,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """Return the sum of a loss over the positions of a guess, a scalar, and acceptance statistics.
+    """Return a loss summed over the positions of a guess, a scalar, and acceptance statistics.
 
-    loss: a function of `cotrain.losses`, from log p and log q (n, C) to (n,).
-    mask (B, T): the positions that count (bool), or weights >= 0 of their losses. Positions of weight 0 are never
-    computed.
-    temperature: a number, (B,) or (B, T); it divides the logits of both sides. At temperature 0 the loss compares q at
-    temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
+    loss: a function in `cotrain.losses`, from log p and log q (n, C) to (n,).
+    mask (B, T): which positions count (bool), or the weights >= 0 of their losses. Positions of weight 0 are never
+    computed. temperature: a number, (B,) or (B, T); it divides the logits of both sides. At temperature 0 the loss
+    compares q at temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
     chunk: n.
-    truncate: a function that sets the logits that top-k / top-p cut to -inf, for example `partial(keep_top_p, p=.9)` of
+    truncate: a function that sets the logits cut by top-k / top-p to -inf, for example `partial(keep_top_p, p=.9)` of
     `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
     nucleus. The reported alpha truncates both.
-    measured: False sets all statistics but `positions` to NaN, and takes a quarter less time.
-    terms: parts of the loss, called with the same arguments. Their sums are reported separately.
+    measured: False sets all statistics except `positions` to NaN, and takes a quarter less time.
+    terms: parts of the loss, with the same arguments. Their sums are reported separately.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
     a temperature that is negative or has another shape.
@@ -150,16 +150,15 @@ def chunked(
 class EagerSum(torch.autograd.Function):
     """A sum over chunks whose gradients are computed together with its values, so that no chunk is computed twice.
 
-    Recomputing chunks in backward would apply both heads once more, which is half as much work again at a real
-    vocabulary. The gradients of a sum are known up to one factor, which backward supplies. So they are computed and
-    stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu et al. 2024,
-    2410.10989, do the same for cross-entropy).
+    Recomputing chunks in the backward pass would apply both heads once more, which is half as much work again at a real
+    vocabulary. The gradients of a sum are known up to one factor, which the backward pass supplies. So they are
+    computed and stored while the chunk is in memory. They take as much memory as the states and the head's weights (Hsu
+    et al. 2024, 2410.10989, do the same for cross-entropy).
 
-    part: a function of indices (n,) and the states there (n, D). It returns the values (n,) to sum, and figures (n, F).
-    A value may depend on its own row of the states and on the parameters, and on nothing else that needs a gradient.
-    chunks: the indices of each chunk. states (N, D). parameters: of the head.
-    The result is the sum, which is differentiable once in states and parameters, and the figures of all chunks, which
-    are not differentiable.
+    part: a function from indices (n,) and the states there (n, D) to the values (n,) to sum, and figures (n, F). A
+    value may depend on its own row of the states and on the parameters, and on nothing else that needs a gradient.
+    chunks: the indices of each chunk. states (N, D). parameters: the head's. The result is the sum, which is
+    differentiable once in states and parameters, and the figures of all chunks, which are not differentiable.
     """
 
     @staticmethod
@@ -206,13 +205,13 @@ def token_logs(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x) of the text's tokens x (B, T), (B, T) each. `r_from` and `l_from` of the sequence
-    losses read them.
+    """Return log p(x) and log q(x) of the text's tokens x (B, T), (B, T) each, for `r_from` and `l_from` of the
+    sequence losses. The result is differentiable in the guess.
 
-    temperature, chunk, truncate: as in `chunked`; q is not truncated. A distribution without mass at x gives -inf. If x
-    is outside the draft's pruned vocabulary, log q is -inf, and log p is that of all tokens outside. Positions outside
-    mask (B, T) and positions without a guess get 0 and -inf, like a token that is never drafted. The result is
-    differentiable in the guess.
+    mask (B, T): which positions count. temperature, chunk, truncate: see `chunked`; q is not truncated. A distribution
+    without mass at x gives -inf. If x is outside the draft's pruned vocabulary, log q is -inf, and log p covers all
+    tokens outside. Positions that do not count, and positions without a guess, get 0 and -inf, like a token that is
+    never drafted.
     """
     rows = _Rows(target, guess, over_positions(temperature, x.shape, guess.states), truncate)
 
@@ -231,12 +230,12 @@ def token_logs(
 
 
 class Comparison(NamedTuple):
-    """Figures of the n positions that `compared` counts. x is the text's token. q is not truncated unless stated.
+    """Figures at the n positions that `compared` counts. x is the text's token. q is not truncated unless stated.
 
     at (n,): flat positions. All others are (n,) too.
-    logp, logq: log p(x) and log q(x), with q as served; -inf if there is no mass.
+    logp, logq: log p(x) and log q(x), with q as served; -inf without mass.
     kl: KL(p || q) in nats. alpha: sum_v min(p, q), both as served. alpha_greedy: p(argmax q).
-    entropy: of q, in nats. hit: 1 if x = argmax q, else 0.
+    entropy: the entropy of q, in nats. hit: 1 if x = argmax q, else 0.
     confidence: max q, which is the hit rate that q predicts.
     """
 
@@ -262,11 +261,11 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """Return, for evaluation, the figures of a guess at the positions in mask (B, T) bool, from one pass through both
-    heads.
+    """Return, for evaluation, the figures of a guess at the positions where `mask` (B, T) bool is True, from one pass
+    through both heads.
 
-    x (B, T): the text's tokens. temperature, chunk, truncate: as in `chunked`. If the guess is pruned, kl is that of
-    the columns, and log p of a token outside the vocabulary is that of all such tokens.
+    x (B, T): the text's tokens. temperature, chunk, truncate: see `chunked`. If the guess is pruned, kl is computed
+    over its C columns, and for a token outside the vocabulary log p covers all tokens outside.
     """
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
 
@@ -284,14 +283,13 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """Return the values of each of the distributions (n, C) in the columns x (n,), as one tensor (n, number of
-    distributions)."""
+    """Return (n, number of distributions): the value of each distribution (n, C) in the columns x (n,)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """Return part(chunk) of every chunk. Backward recomputes them, except a single chunk, which stays in memory.
-    Recomputation does not restore random states, so heads must have no dropout."""
+    """Return part(chunk) for every chunk. chunks: indices (n,) each. The backward pass recomputes the chunks, except a
+    single one, which stays in memory. Random states are not restored, so heads must have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -305,9 +303,9 @@ class _Rows:
     truncate: Truncate | None
 
     def distributions(self, i: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return log p as served, and log q, not truncated, (n, C) each, at indices i (n,) of the guess. log p has no
-        gradient unless the target is trained. states (n, Dq): the draft's states there, if they have already been
-        indexed."""
+        """Return log p as served and log q without truncation, (n, C) each, at indices i (n,) of the guess. log p has
+        no gradient unless the target is trained. states (n, Dq): the draft's states at these indices, if they were
+        already selected."""
         states = picked(self.guess.states, i) if states is None else states
         at, pruned = self.guess.at[i], self.guess.pruned
         logq = log_probs((pruned or self.guess).head(states), self.temperature[at])
@@ -318,7 +316,8 @@ class _Rows:
         return logp, logq
 
     def columns(self, x: Tensor) -> Tensor:
-        """Return the column (n,) of each token x (n,)."""
+        """Return the column (n,) of each token x (n,). With a pruned vocabulary, all tokens outside have the last
+        column."""
         pruned = self.guess.pruned
         if pruned is None:
             return x
@@ -327,7 +326,8 @@ class _Rows:
 
     @torch.no_grad()
     def statistics(self, logp: Tensor, logq: Tensor, i: Tensor, terms: Sequence[Tensor]) -> Tensor:
-        """Return alpha, p(argmax q) and the terms of the loss, (n,) each, stacked to (n, 2 + m)."""
+        """Return (n, 2 + m): alpha, p(argmax q) and the m terms of the loss at indices i (n,) of the guess. logp, logq
+        (n, C). terms: m tensors (n,)."""
         alpha = divergences.alpha(logp, self.served(logq, i))
         return torch.stack([alpha, divergences.alpha_greedy(logp, logq), *terms], -1)
 
@@ -336,7 +336,7 @@ class _Rows:
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
-    """Return the statistics of figures (n, 2 + m) at flat positions `at` (n,). mask (B, T)."""
+    """Return the statistics from figures (n, 2 + m) at flat positions `at` (n,). mask (B, T) gives the shape."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, sent(at, figures.device), figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], alphas, figures[:, 2:].sum(0))
@@ -344,8 +344,10 @@ def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
 
 def over_positions(temperature: float | Tensor, shape: torch.Size, like: Tensor) -> Tensor:
     """Return a temperature for each position, (B*T,). temperature: a number, (B,) or (B, T). shape: (B, T). like: a
-    tensor of the dtype to use. Raises ValueError for other shapes or values < 0."""
+    tensor whose dtype is used, in float32 or better. Raises ValueError for other shapes, and for values < 0."""
     t = torch.as_tensor(temperature, dtype=wide(like[:0]).dtype)
     if t.shape not in (torch.Size(()), shape[:1], shape) or bool((t < 0).any()):
-        raise ValueError(f"temperature must be >= 0 and a number, (B,) or (B,T) = {tuple(shape)}, not {t}")
+        raise ValueError(
+            f"temperature must be a number, or a tensor {tuple(shape[:1])} or {tuple(shape)}, none below 0; it is {t}"
+        )
     return (t[:, None] if t.ndim == 1 else t).expand(shape).flatten()

@@ -1,7 +1,8 @@
-"""The losses that `loss.first` and `loss.then` may name, without torch, so that settings can be listed at once.
+"""The losses that loss.first= and loss.then= may name. This module does not import torch, so that settings can be
+listed at once.
 
-To add a loss, write its function in `divergences` (per position) or `sequence` (per text) and add its row here. The
-gradient of one per position has its closed form in `tests/cotrain/losses/test_divergences.py`.
+To add a loss, write its function in `divergences` (per position) or `sequence` (per text), and add its row here. If it
+is per position, add the closed form of its gradient to `tests/cotrain/losses/test_divergences.py`.
 """
 
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 class LossDefinition:
     """How a loss is used.
 
-    function: the name of its function, by default that of the loss.
-    sequence: whether it is a loss of whole texts, see `sequence`. Otherwise its function maps log p and log q at
-    positions, (..., V), to a loss (...), see `divergences`.
+    function: the name of its function; None if it is the loss's own name.
+    sequence: whether it is a loss of whole texts, see `sequence`. Otherwise its function maps log p and log q (..., V)
+    at positions to a loss (...), see `divergences`.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
-    argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide that token.
+    argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide this token.
     """
 
     function: str | None = None

@@ -1,17 +1,20 @@
 """Losses of whole texts, computed from the log-probabilities of the tokens that the target sampled.
 
-Formulas are in `cotrain.acceptance`. Arguments of the losses:
+The formulas are in `cotrain.acceptance`. Arguments of the losses:
+
 logp, logq: log p(x) and log q(x) of each text's tokens, (B, L). If the draft's distribution depends on the depth, they
-are (B, L, K): entry [b, t, j] is for token t, drafted by a round that starts j tokens before it.
-k: draft length. lengths (B,): tokens of each text.
-Each loss returns a sum over all tokens, a scalar.
+are (B, L, K): entry [b, t, j] is for token t, drafted in a round that begins j tokens earlier.
+k: draft length. lengths (B,): the number of tokens in each text.
+
+Each loss returns a sum over all texts, a scalar.
 
 Gradients reach q only through acceptance probabilities, so these losses need texts that the target sampled. On other
 texts they train tokens that the target would never emit. They train only tokens of the text, and have almost no
 gradient where q is nearly 0, so warm-start with a divergence.
 
-The functions from `columns` on shift completions to column 0, since no round starts inside a prompt.
-B texts, T positions, L tokens of the longest completion.
+The functions from `columns` on shift completions to column 0, since no round begins inside a prompt.
+
+B texts, T positions, L tokens of the longest completion, K depths.
 """
 
 import math
@@ -24,20 +27,23 @@ from cotrain.losses.guess import chosen, numbers, sent
 
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return the expected target calls under the token rule, see `acceptance.calls`. Divided by the number of tokens,
-    this is 1 / tau."""
+    """Return the expected number of target calls under the token rule, summed over the texts; a scalar. Divided by the
+    number of tokens, this is 1 / tau. logp, logq (B, L) or (B, L, K), k, lengths (B,): see the module; compare
+    `acceptance.calls`."""
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return the expected target calls under block verification, see `acceptance.calls_block`."""
+    """Return the expected number of target calls under block verification, summed over the texts; a scalar. logp, logq
+    (B, L) or (B, L, K), k, lengths (B,): see the module; compare `acceptance.calls_block`."""
     return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
 def columns(sampled: Tensor) -> Tensor:
     """Return the positions (B, L) of each row's completion, from its first token on.
 
-    sampled (B, T) bool: each row has one run of True. Columns past a row's length hold arbitrary positions.
+    sampled (B, T) bool: True at the tokens of the completion, which are consecutive. Columns past a row's length hold
+    arbitrary positions.
     """
     start = sampled.int().argmax(1, keepdim=True)
     longest = max(int(sampled.sum(1).max()), 1)
@@ -45,22 +51,24 @@ def columns(sampled: Tensor) -> Tensor:
 
 
 def to_columns(values: Tensor, at: Tensor) -> Tensor:
-    """Return the entries of `values`, (B, T) or (B, T, D), at positions `at` (B, L): (B, L) or (B, L, D)."""
+    """Return the entries of `values` at the positions `at` (B, L). values (B, T) gives (B, L), and (B, T, D) gives (B,
+    L, D)."""
     if values.ndim == 2:
         return values.gather(1, at)
     return values.gather(1, at.unsqueeze(-1).expand(*at.shape, values.shape[-1]))
 
 
 def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
-    """Return (B, T): the values (B, L) of completions at their positions, and 0 elsewhere. This is the inverse of
-    `to_columns`. sampled (B, T) bool: the tokens of completions."""
+    """Return (B, T): the completions' values (B, L) at their positions, and 0 elsewhere. This is the inverse of
+    `to_columns`. sampled (B, T) bool: True at the tokens of completions."""
     inside = numbers(torch.arange(values.shape[1]) < sampled.sum(1, keepdim=True))
     at = sent(numbers(sampled), values.device)
     return values.new_zeros(sampled.numel()).index_copy(0, at, chosen(values, inside)).view(sampled.shape)
 
 
 def mask_impossible(logp: Tensor, logq: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x), set to 0 at tokens with p(x) = 0.
+    """Return log p(x) and log q(x), both set to 0 at tokens with p(x) = 0. logp, logq: two tensors of the same shape
+    (...).
 
     Such a token lies at the edge of a top-k or top-p cut, and rounding put it outside. Its ratio q / p is undefined,
     and is taken as the constant 1, which has no gradient.

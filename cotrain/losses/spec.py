@@ -1,4 +1,4 @@
-"""Reads the losses that a configuration names in `loss.first` and `loss.then`: a loss, or a weighted sum.
+"""Parses the loss expressions in loss.first= and loss.then=: one loss, or a weighted sum of losses.
 
     kl                    one loss
     0.1*kl + 0.9*tv       a weighted sum
@@ -7,7 +7,7 @@
     calls_tv              tv, each position weighted by the target calls that acceptance there saves
 
 Sequence losses and calls_tv use only tokens that the target sampled. They ignore prompts and texts from other sources.
-`names` says how to add a loss.
+The module `names` describes how to add a loss.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ Position = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Term:
-    """One loss of a weighted sum. name: the loss, as the user writes it."""
+    """One loss in a weighted sum. name: the loss's name in the expression."""
 
     name: str
     weight: float
@@ -32,7 +32,7 @@ class Term:
     function: Callable[..., Any]
 
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """Return the weighted loss of each position."""
+        """Return the weighted loss (...) at each position, from log p and log q (..., V)."""
         value: Tensor = self.function(logp, logq)
         return self.weight * value
 
@@ -41,11 +41,11 @@ class Term:
 class LossSpec:
     """A parsed loss expression.
 
-    position: the sum of its losses per position, from log p and log q (..., V) to (...); None if it has no such loss.
-    sequence: its losses of whole texts.
+    position: the weighted sum of its losses per position, from log p and log q (..., V) to (...); None without such a
+    loss. sequence: its losses of whole texts.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
     argmax: whether one of its losses has `LossDefinition.argmax`.
-    terms: the losses that `position` sums.
+    terms: the losses in `position`.
     """
 
     position: Position | None
@@ -56,8 +56,9 @@ class LossSpec:
 
 
 def parse(expression: str, key: str = "loss.first") -> LossSpec:
-    """Parse a loss expression, the value of `key`. The module's docstring shows the syntax. Raises ValueError, naming
-    the key, if the expression is not a sum of known names, or is a sum that one pass cannot compute."""
+    """Parse a loss expression; the module's docstring shows the syntax. key: the setting with the expression, for the
+    message. Raises ValueError, which names the key, if the expression is no sum of known losses, or if a weighted loss
+    is part of a sum."""
     terms = _terms(expression, key)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
@@ -69,7 +70,7 @@ def parse(expression: str, key: str = "loss.first") -> LossSpec:
 
 
 def _terms(expression: str, key: str) -> list[Term]:
-    """Return the terms of a sum. Weights of terms with the same name are added up."""
+    """Return the terms of a sum. The weights of terms with the same name are added."""
     weights: dict[str, float] = {}
     for weight, name in (_weight_and_name(part, key) for part in expression.split("+")):
         weights[name] = weights.get(name, 0.0) + weight
@@ -77,7 +78,7 @@ def _terms(expression: str, key: str) -> list[Term]:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    """Return the function of a loss, of `sequence` or `divergences`."""
+    """Return the function of a loss, from the module `sequence` or `divergences`."""
     function: Callable[..., Any] = getattr(
         sequence if LOSSES[name].sequence else divergences, LOSSES[name].function or name
     )
@@ -93,7 +94,9 @@ def _weight_and_name(text: str, key: str) -> tuple[float, str]:
     try:
         return (float(weight) if weight.strip() else 1.0), name.strip()
     except ValueError:
-        raise ValueError(f"{key}: {weight.strip()!r} in {text.strip()!r} is not a number") from None
+        raise ValueError(
+            f"{key}: the weight {weight.strip()!r} in {text.strip()!r} is not a number: write it as in 0.5*kl"
+        ) from None
 
 
 def _sum(terms: Sequence[Term]) -> Position | None:

@@ -1,5 +1,5 @@
-"""Comparison of several runs on the page. It shows acceptance, tau and predicted speed, and paired gains if the
-held-out texts are the same."""
+"""Comparison of several runs on the page: acceptance, tau and predicted speed, and paired gains if the held-out texts
+are the same."""
 
 import re
 from collections import defaultdict
@@ -26,7 +26,8 @@ from cotrain.page.run_charts import SeriesOf, figures_by_depth, speedups
 
 
 def comparison_section(runs: Sequence[LoadedRun]) -> Section:
-    """Return the section that compares the runs: charts, a table of settings, and the gains over the first run."""
+    """Return the section that compares the runs: charts, a table of settings, and the gains over the first run. With
+    fewer than two runs it has no body."""
     lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
         return Section("runs", "Runs compared", None, lacking)
@@ -80,7 +81,8 @@ CHARTS: tuple[tuple[SeriesOf, str, tuple[str, str, str], dict[str, Any]], ...] =
 
 
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
-    """Return a table of the settings in which runs usually differ, from the files of each run."""
+    """Return a table of the settings in which runs usually differ, read from each run's files; None if no run has
+    any."""
     rows: list[list[object]] = []
     for name, paths in SETTINGS:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
@@ -109,7 +111,8 @@ SETTINGS = (
 
 
 def _gains(runs: Sequence[LoadedRun]) -> Markup:
-    """Return a table of the gains in tau over the first run, paired by text."""
+    """Return a table of the gains in tau over the first run, paired by text, with a note for each run that is left
+    out."""
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
         return Markup('<p class="note">No paired gains: fewer than two runs stored held-out figures by text.</p>')
@@ -128,7 +131,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
 
 
 def _row(gain: Gain) -> list[object]:
-    """Return one row of the table of gains, with the figures of `cotrain compare`."""
+    """Return a table row with one gain, as `cotrain compare` prints it."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
     tau, *rest = (number(Number(value)) for value in (gain.tau, gain.alpha, gain.kl, gain.calibration))
     return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", tau, interval(values, "+.1%", ""), *rest]

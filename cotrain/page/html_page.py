@@ -1,6 +1,6 @@
-"""The page of one or several runs as a single HTML file, which needs no network.
+"""The page for one or several runs as a single HTML file, which needs no network.
 
-It begins with a summary (speed-up, acceptance, exactness). A section without figures says how to produce them.
+It begins with a summary (speed-up, acceptance, exactness). A section without figures tells how to produce them.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,8 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 
 
 class Titled(Protocol):
-    """A run or plan that a page is about. partial: whether it has not ended, so that figures may still change."""
+    """The subject of a page: a run or a plan. partial: whether it has not ended, so that its figures may still
+    change."""
 
     @property
     def name(self) -> str: ...
@@ -37,7 +38,7 @@ class Titled(Protocol):
 
 
 def page(runs: Sequence[LoadedRun]) -> str:
-    """Return the HTML document of one or several runs."""
+    """Return the HTML document about one or several runs."""
     sections = [Section(name, title, by_run(runs, parts), lacking) for name, title, lacking, parts in SECTIONS]
     sections = [first_screen(runs), comparison_section(runs), *sections]
     return document([(run, run_headline(run)) for run in runs], sections, GENERATOR)
@@ -45,7 +46,7 @@ def page(runs: Sequence[LoadedRun]) -> str:
 
 def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
     """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
-    each run or plan of the page, with its result in one line. generator: the command that writes the page."""
+    pairs of a run or plan, and its result in one line. generator: the command that writes the page."""
     return str(
         render(
             "page.html",
@@ -73,20 +74,21 @@ def _plotly() -> str:
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
-    """Write the page of `runs` to `path`, atomically. Raises UserError if `path` is a file of another program."""
+    """Write the page about `runs` to the file `path`, atomically. Raises UserError if `path` is a folder, or a file of
+    another program."""
     refuse_path(path)
     write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
 
 
 def written(folder: Path) -> Path:
-    """Write the page of the run in `folder` to this folder, and return its path."""
+    """Write the page about the run in `folder` to this folder, and return the page's path."""
     path = folder / PAGE
     write_page(load_runs([str(folder)]), path)
     return path
 
 
 def refuse_path(path: Path) -> None:
-    """Raise UserError, naming the key page=, if `path` is a folder, or a file that cotrain report did not write."""
+    """Raise UserError, which names page=, if `path` is a folder, or a file that cotrain report did not write."""
     if path.is_dir():
         raise UserError(f"page={path} is a folder: name a file, as in page={path / 'report.html'}")
     if path.is_file() and f'content="{GENERATOR}' not in path.read_text(encoding="utf-8", errors="replace")[:4000]:
@@ -94,7 +96,8 @@ def refuse_path(path: Path) -> None:
 
 
 def run_headline(run: LoadedRun) -> Markup:
-    """Return the result of the run in one line: whether to serve the draft, and at which draft length."""
+    """Return the run's result in one line: whether to serve with the draft, and at which draft length or with which
+    tree."""
     if run.report is None:
         return _unmeasured(run)
     ends = run.ends("report", "speedup", "whole")
@@ -131,13 +134,13 @@ def _unmeasured(run: LoadedRun) -> Markup:
 
 
 def held_out_alpha(run: LoadedRun) -> Number:
-    """Return the acceptance of the exported draft on held-out texts, in the regime."""
+    """Return the exported draft's acceptance on held-out texts, in the regime."""
     return run.judged(f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: LoadedRun) -> Number:
-    """Return the measured speed-up without prefill, divided by the one that tau and the costs of a round allow. The
-    value is speedup / (tau round(0) / round(k))."""
+    """Return the measured speed-up without prefill, divided by the speed-up that tau and the costs of a round allow:
+    speedup / (tau round(0) / round(k)). The number's value is None if one of these figures is missing."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
@@ -148,7 +151,7 @@ def share_of_costs(run: LoadedRun) -> Number:
 
 def floor(run: LoadedRun) -> Number:
     """Return the least time that the machine needs for a round, as a share of the measured time. It is read from the
-    matrix cell of the regime if there is one."""
+    matrix cell with the run's temperature and rows, if there is one."""
     for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
             return run.at("report", "extra", "matrix", index, "floor", "round_share")
@@ -156,7 +159,7 @@ def floor(run: LoadedRun) -> Number:
 
 
 def first_screen(runs: Sequence[LoadedRun]) -> Section:
-    """Return the first section: a table with a column for each run, and tiles if there is only one run."""
+    """Return the first section: a table with one column per run, and tiles if there is only one run."""
     tiles = _tiles(runs[0]) if len(runs) == 1 else []
     cells = {name: [part(run) for run in runs] for name, part in ROWS}
     rows = [[name, *[cell or DASH for cell in row]] for name, row in cells.items() if any(row)]
@@ -165,7 +168,7 @@ def first_screen(runs: Sequence[LoadedRun]) -> Section:
 
 
 class Tile(NamedTuple):
-    """A main result, shown in large type."""
+    """A main result, shown in large type. bad: whether it is shown as a failure."""
 
     title: str
     answer: Markup
@@ -174,7 +177,7 @@ class Tile(NamedTuple):
 
 
 def _tiles(run: LoadedRun) -> list[Tile]:
-    """Return the tiles of the three main results: speed-up, acceptance, exactness."""
+    """Return three tiles with the main results: speed-up, acceptance, exactness."""
     faster = interval(run.ends("report", "speedup", "whole")) if run.report else joined("not measured")
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
@@ -186,7 +189,7 @@ def _tiles(run: LoadedRun) -> list[Tile]:
 
 
 def _acceptance(run: LoadedRun) -> Tile:
-    """Return a tile with the measured tau or, without one, with the acceptance rate on held-out texts."""
+    """Return a tile with the measured tau or, if nothing was timed, with the acceptance rate on held-out texts."""
     measured = run.at("report", "acceptance", "tau", "measured")
     if measured.value is not None:
         return Tile("tau", number(measured, ".2f"), "tokens per target call, measured")
@@ -194,7 +197,8 @@ def _acceptance(run: LoadedRun) -> Tile:
 
 
 def _expected_taus(run: LoadedRun) -> Markup | None:
-    """Return the tau that held-out texts predict for the draft before training and for the exported draft."""
+    """Return the tau predicted on held-out texts, before training and for the exported draft. Return None if the
+    exported draft has no such tau."""
     before, after = run.at("report", "extra", "checkpoints", 0, "tau"), _exported_tau(run)
     if after.value is None:
         return None

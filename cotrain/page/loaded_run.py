@@ -1,4 +1,4 @@
-"""Content of a run's folder for the page: reports, training curves, and numbers with the place that they come from."""
+"""The content of a run's folder for the page: reports, training curves, and numbers with their source."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ class Number:
 
     Args:
         value: None if it is not known.
-        run: the position of the run on the page.
+        run: the run's position on the page (0-based).
         source: a JSON pointer (RFC 6901) into `LoadedRun.documents`, or "" if the page computed the value.
-        over: such a pointer, or "" if nothing divides the number.
+        over: a JSON pointer to the divisor, or "" without one.
     """
 
     value: float | None
@@ -46,10 +46,11 @@ class LoadedRun:
     """The content of a run's folder.
 
     Args:
-        number: the position of the run on the page.
-        documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json) and `replay` (replay.json); each
-            is None if it is missing.
-        curves: training curves by TensorBoard tag.
+        number: the run's position on the page (0-based).
+        path: the run's folder, or its report.json.
+        documents: `report` (report.json), `held_out` (held_out.json), `run` (run.json) and `replay` (replay.json); None
+            for a missing file.
+        curves: training curves, keyed by TensorBoard tag.
     """
 
     number: int
@@ -63,18 +64,18 @@ class LoadedRun:
 
     @property
     def partial(self) -> bool:
-        """Return whether the run is not finished, because it was stopped or is still running."""
+        """Return whether the run is not finished: it was stopped, or it is still running."""
         marker = self.documents["run"]
         return marker is not None and marker["state"] != "finished"
 
     @property
     def greedy(self) -> bool:
-        """Return whether the draft drafts its likeliest tokens. Their acceptance is p(argmax q)."""
+        """Return whether the draft drafts its most probable tokens. Their acceptance is p(argmax q)."""
         return self.get("run", "settings", "objective") == "greedy_draft"
 
     @property
     def alpha(self) -> str:
-        """Return the key of the run's acceptance in held-out figures."""
+        """Return the name of the run's acceptance among the held-out figures."""
         return "alpha_greedy_draft" if self.greedy else "alpha"
 
     @cached_property
@@ -83,22 +84,22 @@ class LoadedRun:
 
     @property
     def temperature(self) -> float:
-        """Return the temperature of the measured regime, or of the regime that the run was trained for if it was not
-        measured."""
+        """Return the temperature at which the run was measured or, if it was not measured, the temperature of its
+        settings."""
         value = self.get("report", "settings", "sampling", "temperature")
         value = self.get("run", "settings", "regime", "temperature") if value is None else value
         return 1.0 if value is None else float(value)
 
     @property
     def tree(self) -> list[int] | None:
-        """Return the parents of the nodes of the timed tree, or None if chains were timed."""
+        """Return the timed tree as a list with the parent of each node, or None if chains were timed."""
         parents: list[int] | None = self.get("report", "extra", "planned_shape")
         return parents
 
     @property
     def k(self) -> int | None:
-        """Return the planned draft length or, if there is no plan, that of the timed policy. Return None if trees were
-        timed."""
+        """Return the planned draft length or, without a plan, the draft length that was timed. Return None if trees
+        were timed, or if neither is known."""
         if self.tree:
             return None
         planned = self.get("report", "extra", "planned_k")
@@ -107,7 +108,7 @@ class LoadedRun:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """Return the value at a path of keys and indices in `documents`, or None if there is none."""
+        """Return the value in `documents` at a path of keys and indices, or None if there is none."""
         value: Any = self.documents
         try:
             for key in path:
@@ -117,40 +118,41 @@ class LoadedRun:
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
-        """Return the number at `path`, multiplied by `times` and divided by the number at the path `over`."""
+        """Return the number at `path`, multiplied by `times` and divided by the number at the path `over` (() for no
+        divisor)."""
         value = self.get(*path)
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
         return Number(value * times / divisor if known else None, self.number, pointer(path), pointer(over), times)
 
     def ends(self, *path: str | int) -> list[Number]:
-        """Return value, low and high of the interval at `path`."""
+        """Return three numbers: value, low and high of the interval at `path`."""
         return [self.at(*path, end) for end in ("value", "low", "high")]
 
     @property
     def held_out(self) -> Mapping[str, float]:
-        """Return the report's figures on held-out texts, by name."""
+        """Return the report's figures on held-out texts by name; {} without a report."""
         return self.get("report", "extra", "held_out") or {}
 
     def judged(self, key: str) -> Number:
-        """Return the figure on held-out texts that has the name `key`."""
+        """Return the figure on held-out texts with the name `key`."""
         return self.at("report", "extra", "held_out", key)
 
     def all(self, *path: str | int) -> list[Number]:
-        """Return the numbers of the list or dictionary at `path`, in its order."""
+        """Return all numbers in the list or dictionary at `path`, in its order; [] if there is none."""
         values = self.get(*path) or []
         return [self.at(*path, key) for key in (values if isinstance(values, Mapping) else range(len(values)))]
 
 
 def pointer(path: Sequence[str | int]) -> str:
-    """Return the JSON pointer of a path of keys and indices."""
+    """Return the JSON pointer for a path of keys and indices."""
     return "".join("/" + str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 def load_runs(paths: Sequence[str]) -> list[LoadedRun]:
-    """Load the runs in these folders; a path may also be a report.json.
+    """Load the runs in these folders. A path may also be a report.json.
 
-    Raises UserError for an empty list, a repeated path, a missing path, a folder that is not a run's, and a report that
+    Raises UserError for an empty list, a repeated path, a missing path, a folder that has no run, and a report that
     cannot be read.
     """
     if not paths:
@@ -177,7 +179,7 @@ def _load(number: int, path: Path) -> LoadedRun:
     report = _valid(
         reports,
         validate,
-        "run={file} is no report of this version: {error}; measure the draft again with cotrain bench",
+        "run={file} is no report of this version ({error}): measure the draft again with cotrain bench",
     )
     marker, figures = (_json(folder / name, name) for name in (MARKER, FIGURES))
     curves = read_curves(folder / tags.CURVES)
@@ -191,15 +193,15 @@ def _load(number: int, path: Path) -> LoadedRun:
     replay = _valid(
         [folder / REPLAY, folder / "draft" / REPLAY],
         validate_replay,
-        "{file} is no replay of this version: {error}; delete it, or record it again",
+        "{file} is no replay of this version ({error}): delete it, or measure the draft again",
     )
     documents = {"report": report, "held_out": figures, "run": marker, "replay": replay}
     return LoadedRun(number, path, documents, curves)
 
 
 def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) -> dict[str, Any] | None:
-    """Return the content of the first of `files` that exists, None if none does. wrong: the message of the UserError if
-    `check` raises ValueError."""
+    """Return the content of the first existing file among `files`, or None if none exists. wrong: the message of the
+    UserError that is raised if `check` raises ValueError."""
     file = next(filter(Path.is_file, files), None)
     document = None if file is None else _json(file, str(file))
     if document is not None:
@@ -216,15 +218,15 @@ def _json(file: Path, name: str) -> dict[str, Any] | None:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as JSON: {error}") from error
+        raise UserError(f"{file} cannot be read as JSON ({error}): restore it, or name another run= folder") from error
     if not isinstance(document, dict):
         raise UserError(f"{file} is no JSON object, so it is not of cotrain: name another run with run=")
     return document
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Return all scalars of the TensorBoard event files, by tag, or {} without files. A step that a resumed run
-    repeated has the later value. An incomplete record at the end of a file is ignored."""
+    """Return all scalars in the TensorBoard event files, keyed by tag; {} without files. For a step that a resumed run
+    repeated, the later value counts. An incomplete record at the end of a file is ignored."""
     files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # names begin with the time
     if not files:
         return {}
@@ -240,11 +242,11 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
-    """Yield (step, value) in the order of steps, without NaN and infinity."""
+    """Yield (step, value) in ascending order of steps, without NaN and infinity."""
     return ((step, value) for step, value in sorted(values.items()) if abs(value) < float("inf"))
 
 
 def thinned(curve: Curve, most: int = MOST) -> Curve:
-    """Return at most `most` points of a curve. They are evenly spaced and include the last point."""
+    """Return at most `most` points of a curve, evenly spaced, with the last point among them."""
     every = -(-len(curve) // most)
     return curve[::-1][:: max(every, 1)][::-1]

@@ -1,8 +1,8 @@
 """HTML from the templates in assets/, and descriptions of charts.
 
-Texts of models and corpora may contain markup, control characters and marks that change the direction of writing. So
-all text is escaped, and invisible characters are made visible. Line breaks and indentation of templates are removed. A
-`Chart` gives both the drawing (a Plotly figure) and the table of its numbers. Colours are indices of a palette, which
+Texts from models and corpora may contain markup, control characters and marks that change the direction of writing. So
+all text is escaped, and invisible characters are made visible. Line breaks and indentation in templates are removed. A
+`Chart` gives both the drawing (a Plotly figure) and the table of its numbers. Colours are indices into a palette, which
 the page's script reads from the style sheet, for light and dark mode.
 """
 
@@ -25,8 +25,8 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2
 
 
 def visible_controls(text: str) -> str:
-    """Replace control characters by visible ones (U+2400 and following), and direction marks and lone surrogates by
-    their code points."""
+    """Return text with control characters replaced by visible ones (U+2400 and following), and with direction marks and
+    lone surrogates replaced by their code points."""
 
     def shown(match: re.Match[str]) -> str:
         code = ord(match[0])
@@ -36,14 +36,14 @@ def visible_controls(text: str) -> str:
 
 
 def escaped(value: object) -> Markup:
-    """Return any value as escaped text. None becomes empty, and markup stays unchanged."""
+    """Return a value as escaped text. None becomes empty text, and markup stays unchanged."""
     if isinstance(value, Markup):
         return value
     return Markup("" if value is None else html.escape(visible_controls(str(value))))
 
 
 def as_json(value: Any) -> Markup:
-    """Return JSON for the page's scripts. `<`, `>` and `&` are escaped, so that text in it cannot close the script
+    """Return JSON for the page's scripts. `<`, `>` and `&` in it are escaped, so that no text can close the script
     element."""
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))  # ASCII: surrogates and U+2028 are \\u....
     for sign in "<>&":
@@ -64,36 +64,37 @@ _PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
 
 
 def render(template: str, **values: Any) -> Markup:
-    """Render a template of assets/ with these values."""
+    """Return the template `template` of assets/, rendered with these values."""
     return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
 def joined(*parts: object) -> Markup:
-    """Concatenate markup and texts; texts are escaped."""
+    """Return markup and texts, joined. Texts are escaped."""
     return Markup("").join(map(escaped, parts))
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """Return a number with a reference to its source, or a dash if it is not known."""
+    """Return a number with a reference to its source, or a dash if its value is None. spec: Python's format
+    specification."""
     return Markup(_PARTS.number(value, spec))
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
-    """Return text such as `2.05x [1.70, 2.40]`. ends: (value, low, high). If low and high are not known, the text has
+    """Return text such as `2.05x [1.70, 2.40]`. ends: value, low and high. If low and high are not known, the text has
     only the value."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
 def html_table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """Return a table. head: the titles of the columns. rows: cells; the first cell of a row is its name. In a narrow
-    window the table scrolls, not the page."""
+    """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. In a
+    narrow window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page. name: its anchor. body: None if no run has its figures. lacking: the text that is shown
-    without a body; it says why there are no figures and how to produce them."""
+    """A section of the page. name: its anchor (HTML id). body: None if no run has the figures. lacking: the text to
+    show without a body: why there are no figures, and how to produce them."""
 
     name: str
     title: str
@@ -108,8 +109,8 @@ PATTERNS = ("", "/", ".", "x", "-", "+")
 
 @dataclass(frozen=True)
 class Series:
-    """A named series of numbers y at the points x. low, high: ends of the intervals of y. mode: lines, markers,
-    lines+markers or bar."""
+    """A named series of numbers y at the points x. low, high: the ends of y's intervals; () without intervals. mode:
+    lines, markers, lines+markers or bar."""
 
     name: str
     x: Sequence[float | str]
@@ -122,18 +123,18 @@ class Series:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of the page.
+    """A chart on the page.
 
     Args:
-        name: its id.
+        name: its HTML id.
         x, y: titles of the axes.
-        at: the y of a horizontal line for comparison.
-        heat: whether it is a heat map, whose rows are the series.
+        at: the height of a horizontal line for comparison; None for no line.
+        heat: whether it is a heat map; each series is then a row.
         stacked: whether bars are stacked.
         log: which axes are logarithmic, as "x" or "xy".
         tabled: whether a table of the numbers is added.
-        spec: the format of the numbers.
-        range: the range of the y axis.
+        spec: Python's format specification for the numbers.
+        range: lowest and highest value of the y axis; () for automatic.
     """
 
     name: str
@@ -151,7 +152,7 @@ class Chart:
     range: Sequence[float] = field(default=())
 
     def rows(self) -> tuple[list[object], list[list[object]]]:
-        """Return the head and the rows of the table of all numbers. It has a row for each x and a column for each
+        """Return the head and the rows of the table of all numbers, with a row for each x and a column for each
         series."""
         points = list(dict.fromkeys(x for one in self.series for x in one.x))
         columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
@@ -162,7 +163,7 @@ class Chart:
         return [self.x, *[one.name for one in self.series]], rows
 
     def plotly(self) -> dict[str, Any]:
-        """Return the data and the layout of the Plotly figure. `meta.colour` is an index of the palette."""
+        """Return the data and the layout for Plotly. `meta.colour` is an index into the palette."""
         traces = [_heat(self)] if self.heat else [_trace(self, one, i) for i, one in enumerate(self.series)]
         axes = {
             axis: {
@@ -198,14 +199,15 @@ Part = Callable[[LoadedRun], Chart | Markup | None]  # of a section, for one run
 
 
 def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup | None:
-    """Return the charts that have series in a grid, each with title, drawing, note and table. None if none has."""
+    """Return the charts that have series as a grid, each with title, drawing, note and table. Return None if no chart
+    has any."""
     full = [chart for chart in charts if chart.series]
     return render("charts.html", charts=full, wide=wide) if full else None
 
 
 def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
-    """Return the parts of each run: its charts in one grid, then its texts. If there are several runs, each has its
-    name above. Return None if no run has any of the parts."""
+    """Return the parts of each run: first its charts in one grid, then its texts. If there are several runs, each has
+    its name above. Return None if no run has any of the parts."""
     bodies = []
     for run in runs:
         content = [part(run) for part in parts]
@@ -216,8 +218,8 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
 
 
 def numbered_series(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
-    """Return a list of one series, whose values are at `first`, `first` + 1, ...; [] if there are no values. look: its
-    other fields."""
+    """Return a list with one series, whose x are first, first + 1, ...; [] if there are no values. look: other fields
+    of `Series`."""
     return [Series(name, range(first, first + len(values)), values, **look)] if values else []
 
 

@@ -1,5 +1,5 @@
-"""The sections of the page that show each run by itself, as data: title, charts and texts, and what is said without
-figures. A new chart is one entry of SECTIONS, with a function that returns its series."""
+"""The sections of the page that show each run by itself, as data: title, charts, texts, and the text to show without
+figures. To add a chart, add one entry to SECTIONS, with a function that returns its series."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -18,13 +18,14 @@ PHASES = ("draft", "target", "verify", "other")
 
 
 def chart(series: SeriesOf, name: str, title: str, x: str, y: str, **look: Any) -> Part:
-    """Return the function that makes a chart of each run. series: a function that returns the series of a run. x, y:
-    titles of the axes. look: the other fields of `Chart`."""
+    """Return a function that makes a chart for a run. series: a function that returns the run's series. x, y: titles of
+    the axes. look: other fields of `Chart`."""
     return lambda run: Chart(f"{name}-{run.number}", title, x, y, series(run), **look)
 
 
 def depth_chart(run: LoadedRun) -> list[Series]:
-    """Return prefix and conditional acceptance, measured on the timed texts and predicted on held-out texts."""
+    """Return the series of prefix and conditional acceptance by depth, measured on the timed texts and predicted on
+    held-out texts."""
     series = []
     for name, words in (("prefix", "accepted with all earlier"), ("conditional", "accepted given all earlier")):
         series += numbered_series(f"{words}, measured", run.all("report", "acceptance", name, "measured"))
@@ -34,13 +35,13 @@ def depth_chart(run: LoadedRun) -> list[Series]:
 
 
 def figures_by_depth(run: LoadedRun, stem: str) -> list[Number]:
-    """Return the held-out figures with the names `stem`/1, `stem`/2, ..."""
+    """Return the held-out figures named `stem`/1, `stem`/2, ..., in this order."""
     keys = [key for key in run.held_out if re.fullmatch(re.escape(stem) + r"/\d+", key)]
     return [run.judged(key) for key in sorted(keys, key=lambda key: int(key.rpartition("/")[2]))]
 
 
 def domain_chart(run: LoadedRun) -> Chart:
-    """Return a chart of acceptance by the target's temperature, with a bar for each domain if there are several."""
+    """Return a chart of acceptance by the target's temperature, with one bar per domain if there are several."""
     keys = map(KEY.fullmatch, run.held_out)
     figures = [(match["t"], match["domain"], match[0]) for match in keys if match and match["name"] == run.alpha]
     domains = [name for name in dict.fromkeys(domain for _, domain, _ in figures) if name != "worst"]
@@ -56,8 +57,8 @@ def domain_chart(run: LoadedRun) -> Chart:
 
 
 def profiles(words: str, name: str, kind: type[float] | type[str]) -> SeriesOf:
-    """Return a function that returns the acceptance of a run's profile `name`, with a series for each temperature of
-    the target."""
+    """Return a function from a run to the series of its profile `name`, one for each temperature of the target. words:
+    the beginning of a series' name. kind: the type of the x values."""
     base = ("report", "extra", "profiles")
     return lambda run: [
         Series(f"{words} {t}", list(map(kind, profile[name])), run.all(*base, t, name))
@@ -66,7 +67,7 @@ def profiles(words: str, name: str, kind: type[float] | type[str]) -> SeriesOf:
 
 
 def tau_by_length(run: LoadedRun) -> list[Series]:
-    """Return tau predicted on held-out texts at each draft length, and measured at the timed one."""
+    """Return the series of tau: predicted on held-out texts at each draft length, and measured at the timed one."""
     block = run.get("report", "settings", "verify") == "block"
     rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
     predicted = (figures_by_depth(run, f"{rule}_T{run.temperature:g}/all") for rule in rules)
@@ -83,8 +84,8 @@ def tau_by_length(run: LoadedRun) -> list[Series]:
 
 
 def speedups(run: LoadedRun, predicted: str, measured: str, **look: Any) -> list[Series]:
-    """Return the speed-up without prefill: predicted from costs and acceptance at each draft length, and measured at
-    the timed one. predicted, measured: names of the series. look: other fields of the predicted one."""
+    """Return the series of the speed-up without prefill: predicted from costs and acceptance at each draft length, and
+    measured at the timed one. predicted, measured: names of the series. look: other fields of the predicted series."""
     series = numbered_series(predicted, run.all("report", "extra", "predicted_speedups"), 0, **look)
     ends = run.ends("report", "speedup", "decode")
     if run.k is not None and ends[0].value is not None:
@@ -94,13 +95,13 @@ def speedups(run: LoadedRun, predicted: str, measured: str, **look: Any) -> list
 
 
 def speed_by_length(run: LoadedRun) -> list[Series]:
-    """Return the speed-ups of the run by draft length, or [] if none were predicted."""
+    """Return the series of the speed-up by draft length, or [] if none was predicted."""
     predicted = run.get("report", "extra", "predicted_speedups")
     return speedups(run, "predicted", "measured, prefill left out") if predicted else []
 
 
 def paying_lengths(run: LoadedRun) -> Markup | None:
-    """Return a sentence that says at which draft lengths a speed-up is predicted."""
+    """Return a sentence with the draft lengths at which a speed-up is predicted, or None if none was predicted."""
     predicted = run.all("report", "extra", "predicted_speedups")
     pays = [k for k, one in enumerate(predicted) if k and one.value and one.value > 1]
     if not predicted:
@@ -115,13 +116,13 @@ def paying_lengths(run: LoadedRun) -> Markup | None:
 
 
 def cells(run: LoadedRun) -> list[tuple[int, float, int]]:
-    """Return (index, temperature, rows) of each cell of the matrix."""
+    """Return (index, temperature, rows) for each cell of the report's matrix."""
     matrix = run.get("report", "extra", "matrix") or []
     return [(index, cell["temperature"], cell["rows"]) for index, cell in enumerate(matrix)]
 
 
 def batches(run: LoadedRun) -> Markup | None:
-    """Return a table of the speed-up by batch size and temperature, which also says from which batch size on plain
+    """Return charts and a table of the speed-up by batch size and temperature, with the batch size from which on plain
     decoding is faster. Return None if the run has no such figures."""
     temperatures = sorted({t for _, t, _ in cells(run)})
     if not temperatures:
@@ -147,8 +148,8 @@ def _arm(run: LoadedRun, index: int) -> tuple[str | int, ...]:
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """Return a phrase that says from which batch size on plain decoding is faster: the interval of the speed-up is
-    below 1."""
+    """Return a phrase with the batch size from which on plain decoding is faster. It is the smallest one at which the
+    whole interval of the speed-up is below 1."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := run.get(*_arm(run, index), "over_plain", "high")) and high < 1]
     if not lost:
@@ -159,7 +160,7 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
 
 
 def _arms(run: LoadedRun) -> list[list[object]]:
-    """Return table rows, one for each engine that was timed in each cell of the matrix."""
+    """Return one table row for each engine that was timed in each cell of the matrix."""
     rows: list[list[object]] = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
@@ -176,7 +177,8 @@ def _arms(run: LoadedRun) -> list[list[object]]:
 
 
 def phases(run: LoadedRun) -> list[Series]:
-    """Return the milliseconds of a round by phase."""
+    """Return one bar series per phase: the mean milliseconds of a round, for each engine. Return [] if phases were not
+    timed."""
     base = ("report", "arms")
     arms = {name: (*base, name) for name in run.get(*base) or {} if run.get(*base, name, "phases")}
     series = []
@@ -187,8 +189,8 @@ def phases(run: LoadedRun) -> list[Series]:
 
 
 def by_quantisation(*path: str) -> SeriesOf:
-    """Return a function that returns the figure at `path` of a run, by the quantisations of target and draft, and by
-    temperature."""
+    """Return a function from a run to the series of the figure at `path`: one series for each pair of quantisations
+    (target, draft), by temperature."""
 
     def series(run: LoadedRun) -> list[Series]:
         cells = run.get("report", "extra", "bits") or []
@@ -205,8 +207,8 @@ def by_quantisation(*path: str) -> SeriesOf:
 
 
 def curves(pattern: str) -> SeriesOf:
-    """Return a function that returns a run's training curves whose tags match the regular expression `pattern`. The
-    group in the pattern is the name of a series."""
+    """Return a function from a run to the training curves whose tags match the regular expression `pattern`. The group
+    in the pattern is the name of the series."""
 
     def series(run: LoadedRun) -> list[Series]:
         lines = []

@@ -1,5 +1,4 @@
-"""Parts of the page that are no charts: worst contexts, replay of a generation, exactness, origin of the
-figures."""
+"""Parts of the page that are no charts: worst contexts, replay of a generation, exactness, origin of the figures."""
 
 from typing import Any
 
@@ -28,7 +27,8 @@ PARTS = (
 
 
 def differences_section(run: LoadedRun) -> Markup | None:
-    """Return how total variation is distributed over positions, and the contexts in which it is largest."""
+    """Return how the total variation is distributed over positions, and the contexts in which it is largest. Return
+    None if the report has no such figures."""
     divergence = run.get("report", "extra", "divergence")
     if not divergence or not divergence["positions"]:
         return None
@@ -58,7 +58,8 @@ def differences_section(run: LoadedRun) -> Markup | None:
 
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
-    """Return one context for the template, with the likeliest tokens of target and draft as (text, p, q)."""
+    """Return a context as values for the template, with the most probable tokens of target and draft as (text, p, q).
+    base: the path of the context in the run's documents. one: its content."""
     sides = [
         (
             side,
@@ -84,7 +85,7 @@ def quoted(token: str) -> str:
 
 
 def replay(run: LoadedRun) -> Markup | None:
-    """Return a player of the recorded generation. assets/replay.js draws it."""
+    """Return a player for the recorded generation, which assets/replay.js draws. Return None if none was recorded."""
     record = run.documents["replay"]
     if not record or not record["rounds"]:
         return None
@@ -92,7 +93,7 @@ def replay(run: LoadedRun) -> Markup | None:
 
 
 def exactness(run: LoadedRun) -> Markup | None:
-    """Return the verdict on exactness, as it was printed."""
+    """Return the verdict on exactness as it was printed, or None if exactness was not checked."""
     lines = run.get("report", "exactness", "lines")
     if not lines:
         return None
@@ -102,7 +103,7 @@ def exactness(run: LoadedRun) -> Markup | None:
 
 
 def origin(run: LoadedRun) -> Markup | None:
-    """Return machine, versions, date, commit, command and settings."""
+    """Return machine, versions, date, commit, command and settings of the run, as far as they are known."""
     environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
     machine: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
     if weights := run.get("report", "extra", "target_quantisation"):

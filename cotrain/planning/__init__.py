@@ -1,1 +1,2 @@
-"""Forecast of speed before deployment: expected target calls on texts of the target, and costs of rounds here."""
+"""Forecast of speed before deployment, from expected target calls on the target's texts and costs of rounds on this
+machine."""

@@ -17,9 +17,9 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, Any]]:
-    """Return, for each draft in a file and each number of rows, the costs, the break-even acceptance, and the speed-up
-    over plain decoding at each of `ACCEPTANCES`, the same at every depth, with the best draft length of at most
-    `longest`. rows: the numbers of rows. Raises the errors of `read_costs`."""
+    """Return one entry for each draft in a file of costs and each number of rows. It has the costs, the break-even
+    acceptance, and for each of `ACCEPTANCES` (the same at every depth) the speed-up over plain decoding with the best
+    draft length, at most `longest`. rows: the numbers of rows. Raises UserError as `read_costs` does."""
     with _readable(path, rows):
         content = _content(path)
         drafts = {
@@ -38,7 +38,7 @@ def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, 
 
 
 def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
-    """Return what `speedups_of` returns as a table for the user, with draft lengths in brackets."""
+    """Return the entries of `speedups_of` as a table for the user. Draft lengths are in brackets."""
     rows = [["draft", "rows", *(f"acceptance {acceptance:g}" for acceptance in ACCEPTANCES), "break-even"]]
     for one in speedups:
         cells = (f"{speedup:.2f}x ({k})" for speedup, k in one["speedups"].values())
@@ -48,12 +48,14 @@ def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict[int, Costs]:
-    """Return the costs of rounds in a file, by number of rows.
+    """Return the costs of rounds in a file, keyed by number of rows.
 
-    path: the plan.json of another machine, or JSON with an object for each number of rows, which has `PARTS` in
-    seconds, as in `Costs`. draft: the draft folder, whose costs are read from a plan of several drafts. rows: the
-    numbers of rows. longest: the longest draft length that is forecast.
-    Raises UserError for other files, for missing rows, for fewer draft lengths and for numbers that are no seconds.
+    path: the plan.json of another machine, or a JSON object with an object for each number of rows, which has `PARTS`
+    in seconds, see `Costs`. draft: the draft folder, to choose among a plan's drafts. rows: the numbers of rows.
+    longest: the longest draft length to forecast.
+
+    Raises UserError for any other file, for missing rows, for too few draft lengths, and for numbers that are no
+    seconds.
     """
     with _readable(path, rows):
         given = _content(path)
@@ -70,13 +72,13 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
 
 @contextmanager
 def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
-    """Turn errors of reading a file of costs, within the block, into UserError."""
+    """Turn errors about a file of costs, raised within the block, into UserError."""
     try:
         yield
     except KeyError as error:
         raise UserError(
-            f"costs={path}: it has no entry {error}: add costs of {', '.join(map(str, rows))} rows, each with "
-            f"{', '.join(PARTS)}"
+            f"costs={path}: it has no entry {error}: the file needs costs for {', '.join(map(str, rows))} rows "
+            f"(batches=), each with {', '.join(PARTS)}"
         ) from error
     except (TypeError, AttributeError) as error:
         raise UserError(
@@ -97,8 +99,8 @@ def _by_rows(given: Mapping[str, Any], rows: Sequence[int], longest: int) -> dic
 
 
 def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
-    """Return the costs of rounds with this many rows. given: an object of the file. Raises KeyError, TypeError and
-    ValueError."""
+    """Return the costs of rounds with `rows` rows. given: the file's object for this number of rows. Raises KeyError,
+    TypeError and ValueError."""
     target, rest = (tuple(map(float, given[part])) for part in ("target", "rest"))
     draft, first = float(given["draft"]), float(given["first"])
     if not longest < len(target) == len(rest):

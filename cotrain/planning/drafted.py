@@ -1,5 +1,5 @@
-"""The forecasts of one draft: acceptance on texts of the target, costs of rounds on this machine, and what follows from
-both."""
+"""The forecasts for one draft: its acceptance on the target's texts, the costs of its rounds on this machine, and the
+speed that follows from both."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ OBSERVED = 16  # texts in whose rounds the adaptive policy's estimates are fitte
 
 @dataclass(frozen=True)
 class Drafted:
-    """The forecasts of one draft.
+    """The forecasts for one draft.
 
-    path: its folder. plan: the draft with its target.
-    cells: forecasts by (temperature, rows).
-    acceptance: by temperature; its `by_depth` also has that of each domain, if there are several.
-    costs: of rounds, by number of rows. policy: the adaptive one.
+    path: the draft's folder. plan: the draft with its target.
+    cells: forecasts, keyed by (temperature, rows).
+    acceptance: keyed by temperature; if there are several domains, its `by_depth` has the acceptance of each.
+    costs: costs of rounds, keyed by number of rows. policy: the adaptive policy.
     """
 
     path: str
@@ -52,10 +52,10 @@ class Drafted:
 
 
 def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted:
-    """Return the forecasts of one draft.
+    """Return the forecasts for one draft.
 
-    plan: the draft with its target. texts: the target's, by temperature. Missing ones are sampled here and added to
-    `texts`, so that all drafts are forecast on the same ones.
+    plan: the draft with its target. texts: the target's texts, keyed by temperature. Missing texts are sampled and
+    added to `texts`, in place, so that all drafts are forecast on the same ones.
     """
     rows, longest = sorted({1, *cfg.batches}), max(plan.depths)
     costs = (
@@ -88,7 +88,7 @@ def drafted(cfg: PlanConfig, plan: Plan, texts: dict[float, Emitted]) -> Drafted
 
 
 def costs_at(plan: Plan, rows: int) -> Costs:
-    """Return the costs of rounds with this many rows, timed on this machine."""
+    """Return the costs of rounds with `rows` rows, timed on this machine."""
     print(f"plan: costs of rounds, {rows} row{'s' * (rows > 1)}")
     return measured_costs(plan.batched(rows), time.perf_counter() + SECONDS).costs
 
@@ -102,14 +102,15 @@ def _rates(plan: Plan, texts: Emitted) -> Acceptance:
 
 
 def domains_of(known: Mapping[tuple[int, ...], str], prompts: Sequence[list[int]]) -> list[str]:
-    """Return the domain of each prompt; [] if domains are not known. known: the domain of each prompt by its token ids,
-    for an encoder-decoder by those of its source."""
+    """Return the domain of each prompt; [] if `known` is empty. known: domain, keyed by the prompt's token ids. For an
+    encoder-decoder these are the ids of the encoder input."""
     return [known[tuple(source_ids(prompt) or prompt)] for prompt in prompts] if known else []
 
 
 def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verify: str) -> dict[str, Any]:
-    """Return figures of each domain, if there are several, else {}: number of texts, mean acceptance, conditional
-    acceptance by depth, and tau by draft length 0 .. K. rates: of all texts. domains: of each text of `figures`."""
+    """Return the figures of each domain: number of texts, mean acceptance, conditional acceptance by depth, and tau at
+    draft lengths 0 .. K. Return {} if there is only one domain. rates: the acceptance on all texts. domains: the domain
+    of each text of `figures`."""
     parts = {one: [i for i, name in enumerate(domains) if name == one] for one in sorted({*domains})}
     if len(parts) < 2:
         return {}
@@ -122,8 +123,8 @@ def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verif
 
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
-    """Return the forecast of the best tree, by number of rows, for those for which there is one. chains: forecasts by
-    number of rows."""
+    """Return the forecast of the best tree, keyed by number of rows. A number of rows without a tree has no entry.
+    chains: forecasts of chains, keyed by number of rows."""
     distributions = plain_distributions(plan, texts) if plan.bench.trees else None
     if distributions is None:
         return {}

@@ -1,9 +1,10 @@
-"""Drift of a served draft: the acceptance that a server counts beside what the plan forecast (`cotrain plan log=`).
+"""Drift of a served draft: the acceptance that a server counts, compared with the plan's forecast (`cotrain plan
+log=`).
 
 A server counts rounds, and accepted drafts by depth. The share of rounds that accept depth d is compared with the
-plan's. The standard error of a share is that of the plan's texts and that of the server's rounds together. A server
-does not count by text, so its rounds are taken as independent; rounds of one text are alike, so few served texts drift
-by chance.
+plan's share. The standard error covers both the plan's texts and the server's rounds. A server does not count by text,
+so its rounds are treated as independent. Rounds of one text are in fact alike, so few served texts may show drift by
+chance.
 """
 
 import json
@@ -33,9 +34,9 @@ NEAR = 0.25  # of the difference: what is left of it at another temperature, if 
 class Drift:
     """The served acceptance of a draft, compared with its plan.
 
-    temperature: that of the plan's profile which is nearest to the served acceptance. depths: draft length.
-    tau, forecast: tokens per round at this draft length, served and forecast; their ratio is that of the speeds.
-    z: standard score of the difference. cause: the likely cause in words; None: no drift.
+    temperature: the planned temperature whose profile is nearest to the served acceptance. depths: the draft length.
+    tau, forecast: tokens per round at this draft length, as served and as forecast; their ratio is the ratio of speeds.
+    z: standard score of the difference. cause: the likely cause in words, or None without drift.
     """
 
     draft: str
@@ -48,7 +49,7 @@ class Drift:
 
     @property
     def line(self) -> str:
-        """Return the comparison as a line for the user."""
+        """Return the comparison as one line for the user."""
         change = f"tau {self.tau:.3f} served, {self.forecast:.3f} forecast for {self.depths} drafts (z {self.z:+.1f})"
         speed = f"speed {100 * (self.tau / self.forecast - 1):+.0f} %"
         return f"{self.draft}: {change}, {speed}: " + (f"drift: {self.cause}" if self.cause else "as forecast")
@@ -56,10 +57,11 @@ class Drift:
 
 @dataclass(frozen=True)
 class PlannedTau:
-    """What a plan forecast for its recommended draft.
+    """A plan's forecast for its recommended draft.
 
-    profiles: the share of rounds that accept each depth, by temperature. The first temperature is that of serving.
-    tau, errors: tokens per round at the first temperature, and their standard errors, by draft length from 0 on.
+    profiles: temperature -> the share of rounds that accept each depth. The first temperature is the serving
+    temperature. tau, errors: tokens per round at the first temperature, and their standard errors, by draft length from
+    0 on.
     """
 
     draft: str
@@ -69,7 +71,7 @@ class PlannedTau:
 
 
 def read_plan(file: Path) -> PlannedTau:
-    """Return what a plan.json forecast. Raises UserError if the file is missing or is no plan."""
+    """Return the forecast in a plan.json. Raises UserError if the file is missing or is no plan."""
     if not file.is_file():
         raise UserError(
             f"output={file.parent}: it has no {file.name}: make one with cotrain plan draft.path= of the served draft"
@@ -101,8 +103,8 @@ def read_plan(file: Path) -> PlannedTau:
 
 
 def _entry(given: Any, *keys: str, kind: type = object) -> Any:
-    """Return the entry of nested objects at the path `keys`. Raises ValueError if it is missing or not of type
-    `kind`."""
+    """Return the entry of nested objects at the path `keys`. Raises ValueError if the entry is missing or has another
+    type than `kind`."""
     for key in keys:
         given = given.get(key) if isinstance(given, dict) else None
     if given is None or not isinstance(given, kind):
@@ -111,8 +113,8 @@ def _entry(given: Any, *keys: str, kind: type = object) -> Any:
 
 
 def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tuple[float, ...]:
-    """Return `given` as a tuple. Raises ValueError unless it is a list of finite numbers from `least` to `most`. name:
-    of the entry, for the message."""
+    """Return a list as a tuple. Raises ValueError unless it is a list of finite numbers from `least` to `most`. name:
+    the entry's name, for the message."""
     if not isinstance(given, list) or not given:
         raise ValueError(f"{name} must be a list of numbers, not {given!r:.20}")
     for one in given:
@@ -122,9 +124,9 @@ def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tup
 
 
 def served_counters(log: Path) -> Served:
-    """Return the counters in a file: a Prometheus page of vLLM (`curl URL/metrics`), or JSON with `rounds`,
-    `accepted_by_depth` and, if not every round drafted equally many, `drafted`. Raises UserError for other files, and
-    for counters that no server can have."""
+    """Return the counters in a file. It is a Prometheus page from vLLM (`curl URL/metrics`), or JSON with `rounds`,
+    `accepted_by_depth` and, if rounds drafted different numbers of tokens, `drafted`. Raises UserError for any other
+    file, and for counters that are impossible."""
     try:
         text = log.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
@@ -148,8 +150,8 @@ def served_counters(log: Path) -> Served:
 
 
 def _counters(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Return an entry that is a counter, or a list of counters, as a tuple. Raises KeyError if it is missing, and
-    ValueError for numbers that are not whole or below 0."""
+    """Return an entry as a tuple of counters; a single counter gives one element. Raises KeyError if the entry is
+    missing, and ValueError for numbers that are not whole or below 0."""
     value = given[name]
     numbers = _numbers(value if name == "accepted_by_depth" else [value], name, 0)
     if any(one != int(one) for one in numbers):
@@ -158,7 +160,7 @@ def _counters(given: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _impossible(one: Served) -> str | None:
-    """Return why no server can have these counters, or None if one can."""
+    """Return why no server can have these counters, or None if they are possible."""
     depths, accepted = list(one.by_depth), sum(one.by_depth)
     if one.rounds < 1:
         return "no round drafted: serve some prompts with the draft, and save the counters again"
@@ -175,10 +177,10 @@ def _impossible(one: Served) -> str | None:
 
 
 def drift(plan: PlannedTau, counters: Served) -> Drift:
-    """Return how the counters of a server compare with the plan's recommended draft at the plan's first temperature.
+    """Return the comparison of a server's counters with the plan's recommended draft, at the plan's first temperature.
 
-    Raises UserError if the server drafts more tokens than the plan forecast, or not equally many in all rounds, since
-    the plan has no forecast for a mixture of lengths.
+    Raises UserError if the server drafts more tokens than the plan forecast, or different numbers of tokens in its
+    rounds, since the plan has no forecast for a mixture of lengths.
     """
     profiles, k = plan.profiles, len(counters.by_depth)
     longest = min(map(len, profiles.values()))
@@ -189,8 +191,8 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
         )
     if counters.drafted < FIXED * counters.rounds * k:
         raise UserError(
-            f"log: {counters.drafted / counters.rounds:.2f} tokens are drafted per round, and {k} at most: "
-            "a drift can be found only if all rounds draft equally many: serve some prompts without a schedule and "
+            f"log: rounds drafted {counters.drafted / counters.rounds:.2f} tokens on average, and {k} at most: drift "
+            "can only be computed if all rounds draft equally many: serve some prompts without a schedule and "
             "without an adaptive policy, and save their counters"
         )
     shares = [accepted / counters.rounds for accepted in counters.by_depth]
@@ -207,16 +209,17 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
 
 
 def _error(shares: Sequence[float], rounds: int) -> float:
-    """Return the standard error of the mean number of accepted drafts over `rounds` rounds. Each round accepts 0 .. K;
-    the variance is sum_d (2 d - 1) P(at least d) - mean^2. shares (K,): P(at least d) for d = 1 .. K."""
+    """Return the standard error of the mean number of accepted drafts over `rounds` rounds. A round accepts 0 .. K
+    drafts; the variance is sum_d (2 d - 1) P(at least d) - mean^2. shares (K,): P(at least d) for d = 1 .. K."""
     mean = sum(shares)
     square = sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1))
     return math.sqrt(max(square - mean**2, 0.0) / rounds)
 
 
 def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:
-    """Return the likely cause of a difference, in words. planned, nearest: temperatures of `profiles`, that of serving
-    and the one nearest to the served acceptance. shares: of rounds that accept each depth, as served."""
+    """Return the likely cause of a difference, in words. planned: the serving temperature in the plan. nearest: the
+    temperature whose profile is nearest to the served acceptance. shares: the share of served rounds that accept each
+    depth."""
     count, expected = len(shares), profiles[planned][: len(shares)]
     first = shares[0] / expected[0] if expected[0] else 1.0
     if first < LOST and shares[0] < LOST * min(one[0] for one in profiles.values()):
@@ -229,8 +232,8 @@ def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: f
     gap, left = (abs(sum(profiles[t][:count]) - sum(shares)) for t in (planned, nearest))
     if nearest != planned and left < NEAR * gap:
         return (
-            f"the acceptance is that of temperature {nearest:g}, and {planned:g} was planned: requests set another "
-            "temperature"
+            f"the acceptance is as planned for temperature {nearest:g}, not for {planned:g}: requests set another "
+            "temperature: plan again with regime.temperature= of the requests"
         )
     if sum(shares) > sum(expected):
         return (

@@ -1,11 +1,12 @@
 """Choice of the exit of an early-exit draft before training: the number of layers with the best expected speed-up.
 
-The acceptance of a trained exit is not known yet. Each exit is therefore rated by a linear exit (Belrose et al. 2023,
-arXiv:2303.08112): a ridge regression that maps the normed states after L layers to the states that the target's head
-reads. It is fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also
-changes the layers up to the exit, which raises acceptance above that of the linear exit. Costs are measured at the
-first and the last exit and interpolated, since all layers cost the same.
-N tokens, D width, B texts, T tokens of the longest, V vocabulary.
+The acceptance of a trained exit is not known yet. So each exit is rated by a linear exit (Belrose et al. 2023,
+arXiv:2303.08112): a ridge regression from the normed states after L layers to the input states of the target's head. It
+is fitted on some texts of the target and evaluated on others. With draft.rank > 0 the draft's training also changes the
+layers up to the exit, which raises acceptance above the linear exit's. Costs are measured at the first and the last
+exit and interpolated, since all layers cost the same.
+
+N tokens, n tokens of one text, D width, B texts, T tokens of the longest text, V vocabulary.
 """
 
 import json
@@ -41,7 +42,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 class TrainingJob(Protocol):
-    """The parts of a training run (`cotrain.training.job.Job`) that the choice needs."""
+    """The part of a training run (`cotrain.training.job.Job`) that the choice of the exit needs."""
 
     cfg: Any  # TrainConfig; draft.layers is set
 
@@ -58,26 +59,28 @@ class TrainingJob(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
     def source(self, split: str) -> Any:
-        """Return the source of a split's prompts."""
+        """Return the source of prompts for a split ("train", "held_out" or "final")."""
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
-        """Return the plan that measures a draft on these prompts."""
+        """Return the plan for a measurement of `draft` on these prompts."""
 
 
 class TextStates(NamedTuple):
-    """One text with the states that predict it. x (n,): its tokens. states: by layer, the normed states (n, D); LAST:
-    those that the target's head reads."""
+    """One text with the states that predict it. x (n,): its token ids. states: layer -> the normed states (n, D); LAST:
+    the input of the target's head."""
 
     x: Tensor
     states: Mapping[int, Tensor]
 
 
 def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -> dict[str, Any]:
-    """Return the rating of an exit, at its best draft length among 1 and `depths`, as an entry of the exit plan.
+    """Return the rating of an exit at its best draft length, 1 or one of `depths`, as an entry of the exit plan.
 
-    layers: how many decoder layers draft. rates: acceptance of the linear exit. costs: of rounds.
+    layers: how many decoder layers draft. rates: the acceptance of the linear exit. costs: the costs of its rounds.
+
     Entries of the result: layers. alpha: mean acceptance of the linear exit. k, tau: the draft length and its tokens
-    per target call. cost: of one draft, in plain steps. speedup: the expected one over plain decoding.
+    per target call. cost: seconds of one draft step over seconds of a plain step. speedup: the expected one over plain
+    decoding.
     """
     chains = forecast(rates, costs).among(sorted({1, *depths}))
     return {
@@ -91,16 +94,16 @@ def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -
 
 
 def between(low: Costs, high: Costs, share: float) -> Costs:
-    """Return costs interpolated between those of two exits. share: from 0 (low) to 1 (high)."""
+    """Return costs interpolated between two exits, `low` and `high`. share: from 0 (low) to 1 (high)."""
     return replace(
         low, draft=low.draft + share * (high.draft - low.draft), first=low.first + share * (high.first - low.first)
     )
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """Return the linear map W (D + 1, D), float64, for which f + [f, 1] W approximates s best. f, s (N, D).
+    """Return the matrix W (D + 1, D) float64 with which f + [f, 1] W approximates s best. f, s (N, D).
 
-    It is fitted by ridge regression. The regularisation weight is the mean square norm of the rows [f, 1], so W stays
+    It is fitted by ridge regression. The regularisation weight is the mean squared norm of the rows [f, 1], so W stays
     small if N is small.
     """
     x = _with_one(f)
@@ -109,18 +112,18 @@ def line_of(f: Tensor, s: Tensor) -> Tensor:
 
 
 def moved(f: Tensor, w: Tensor) -> Tensor:
-    """Return f + [f, 1] W, (N, D), in the dtype of f. w: W (D + 1, D)."""
+    """Return f + [f, 1] W, (N, D), in the dtype of f. f (N, D). w: the matrix W (D + 1, D)."""
     return (f.double() + _with_one(f) @ w).to(f.dtype)
 
 
 def _with_one(f: Tensor) -> Tensor:
-    """Return [f, 1] (N, D + 1) in float64."""
+    """Return [f, 1] (N, D + 1) in float64. f (N, D)."""
     return torch.nn.functional.pad(f.double(), (0, 1), value=1.0)
 
 
 def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
-    """Return the probabilities of the target and of the linear exit after `layer`, on every second text. The exit is
-    fitted on the other texts. head: from the target's last states to logits."""
+    """Return the probabilities of the target and of the linear exit after `layer` layers, on every second text. The
+    exit is fitted on the other texts. head: the target's last states (n, D) -> logits (n, V)."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
@@ -143,7 +146,7 @@ def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan
 def read_states(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
-    """Return each text with its normed states after `layers`, and the target's head. vocabulary: V."""
+    """Return each text with its normed states after each of `layers`, and the target's head. vocabulary: V."""
     reader, head = served(target, vocabulary, layers)
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
@@ -156,7 +159,7 @@ def read_states(
 
 
 def exit_plan(job: TrainingJob, layers: int) -> Plan:
-    """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU the models are
+    """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU both models are
     compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
@@ -171,7 +174,7 @@ def exit_plan(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:
-    """Return the rating of each exit in `candidates`, see `rated`."""
+    """Return one rating (see `rated`) for each exit in `candidate_exits`."""
     layers = candidate_exits(len(decoder_layers(job.target)))
     ends = [exit_plan(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)
@@ -185,12 +188,12 @@ def exits(job: TrainingJob) -> list[dict[str, Any]]:
 
 
 def plan_exits(job: TrainingJob) -> dict[str, Any] | None:
-    """Choose draft.layers if it is null: set it in the job's settings, print the ratings of the exits, and return them
-    with the choice. Return None if there is nothing to choose: for other kinds, if draft.layers is set, and for
-    init=pretrained, which fixes the exit.
+    """Choose draft.layers if it is null: set it in the job's settings, in place, print the ratings of the exits, and
+    return them with the choice. Return None if there is nothing to choose: for other kinds, if draft.layers is set, and
+    for init=pretrained, which fixes the exit.
 
-    Of exits of equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's folder,
-    where a resumed run and the other processes of the run read it.
+    Among exits with equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's
+    folder, where a resumed run and the other processes of the run read it.
     """
     draft = job.cfg.draft
     if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":

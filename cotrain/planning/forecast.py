@@ -1,9 +1,9 @@
-"""The speed of a draft at every draft length, from expected target calls of texts and from the costs of rounds.
+"""The speed of a draft at every draft length, computed from the expected target calls of texts and the costs of rounds.
 
-Nothing here runs a model. A forecast has the error of its texts: a choice that another sample of texts would not make
-is no choice, so among lengths that the texts cannot tell apart the shortest one is recommended.
+No model runs here. A forecast is computed on a sample of texts, so it has an error. Another sample could choose another
+length. So, among the lengths that the texts cannot tell apart, the shortest one is recommended.
 
-N texts, K the longest draft.
+N texts, K the longest draft length, S = SAMPLES runs, T tokens of the longest text.
 """
 
 import math
@@ -29,14 +29,14 @@ WORTH = 0.02  # the gain of speed for which more texts are asked for
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What texts say of a draft under a rule, at draft lengths 0 .. K.
+    """A draft's acceptance on texts under one verification rule, at draft lengths 0 .. K.
 
     calls (K+1, N) float64: expected target calls of each text; row 0 is plain decoding, one call per token.
-    lengths (N,): tokens of each text.
-    samples (K+1, S, N) int64: numbers of calls in S runs.
-    alpha: mean acceptance of each round's first draft over the tokens.
-    by_depth: at draft length K, over the expected rounds: `prefix` and `conditional`, acceptance at depths 1 .. K;
-    `histogram`, the probability that a round accepts 0 .. K drafts.
+    lengths (N,) float64: tokens of each text.
+    samples (K+1, S, N) int64: numbers of target calls in S sampled runs.
+    alpha: mean acceptance of the first draft of a round, over the tokens.
+    by_depth: figures at draft length K, over the expected rounds. `prefix` and `conditional`: acceptance at depths 1 ..
+    K; `histogram`: the probability that a round accepts 0 .. K drafts.
     """
 
     calls: Tensor
@@ -50,13 +50,14 @@ class Acceptance:
         return float(self.lengths.sum() / self.calls[k].sum())
 
     def error(self, k: int) -> float:
-        """Return the standard error of `tau`, from the differences between texts; infinite for one text."""
+        """Return the standard error of `tau` at draft length k, from the differences between texts; infinite for one
+        text."""
         return error_of_tau(self.lengths, self.calls[k])
 
 
 def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Acceptance:
-    """Return what the texts of `figures` say of the draft at lengths 0 .. longest. verify: the rule, see
-    `predictable_reach`. seed: of the sampled numbers of calls."""
+    """Return the draft's acceptance on the texts of `figures`, at lengths 0 .. longest. verify: the rule, see
+    `predictable_reach`. seed: of the sampled numbers of target calls."""
     reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
     generator = torch.Generator().manual_seed(seed)
@@ -72,7 +73,7 @@ def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Ac
 
 
 def sampled_rounds(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-    """Return how many rounds the texts take in `SAMPLES` runs, (SAMPLES, N) int64. reach (N, T, K+1): see
+    """Return how many rounds each text takes in `SAMPLES` sampled runs, (SAMPLES, N) int64. reach (N, T, K+1): see
     `predict_chain`. lengths (N,): tokens of each text."""
     texts = torch.arange(len(lengths)).expand(SAMPLES, -1)
     at, rounds = torch.zeros_like(texts), torch.zeros_like(texts)
@@ -87,9 +88,8 @@ def sampled_rounds(reach: Tensor, lengths: Tensor, generator: torch.Generator) -
 class TreeForecast:
     """The forecast of a tree in full batches.
 
-    tau: expected tokens per target call. seconds: of a round, all rows together. speedup: over plain decoding.
-    gain: over the chain of the forecast, as a share of its speed. error: the standard error of the gain that the texts
-    leave.
+    tau: expected tokens per target call. seconds: of a round, all rows together. speedup: over plain decoding. gain:
+    the speed over the best chain's, minus 1. error: the standard error of the gain, from the differences between texts.
     """
 
     tree: PlannedTree
@@ -101,17 +101,17 @@ class TreeForecast:
 
     @property
     def recommended(self) -> bool:
-        """Return whether the texts show that the tree is faster. Otherwise the chain, which is simpler, is
-        recommended."""
+        """Return whether the texts show that the tree is faster. If not, the chain is recommended, since it is
+        simpler."""
         return self.gain > self.error
 
     @property
     def chain(self) -> float:
-        """Return the speed-up of the chain over plain decoding."""
+        """Return the chain's speed-up over plain decoding."""
         return self.speedup / (1 + self.gain)
 
     def words(self) -> str:
-        """Return a description of the tree for the user."""
+        """Return a phrase for the user: the tree's nodes, levels, children and rule."""
         tree, kind = self.tree, "likeliest" if self.tree.likeliest else "sampled"
         return f"a tree of {len(tree.parents)} nodes in {tree.depth} levels with {kind} children, verify={tree.rule}"
 
@@ -122,11 +122,11 @@ class Forecast:
 
     seconds[k]: of a round that drafts k tokens, all rows together.
     k: the recommended length of chains; 0: plain decoding.
-    fastest: the length of the least expected time, which the texts may not tell apart from k.
-    speedups[k], errors[k]: over plain decoding, and the standard error that the texts leave.
+    fastest: the length with the least expected time, which the texts may not tell apart from k.
+    speedups[k], errors[k]: speed-up over plain decoding, and its standard error from the differences between texts.
     gain: how much faster than k `fastest` may be at most (upper end of a 95 % interval), as a share of the speed.
-    alone[k]: speed-ups of batches that are decoded alone, see `alone`; empty: not known.
-    tree: the best tree; None: no tree was asked for, or the kind drafts none.
+    alone[k]: speed-up if no prompts wait, see the function `alone`; () if not known.
+    tree: the best tree; None if no tree was asked for, or if the kind drafts none.
     serves_tree: whether the tree is drafted instead of the chain.
     """
 
@@ -143,22 +143,24 @@ class Forecast:
 
     @property
     def served(self) -> TreeForecast | None:
-        """Return the tree if it is drafted, else None."""
+        """Return the tree if it is drafted, otherwise None."""
         return self.tree if self.serves_tree else None
 
     @property
     def length(self) -> int:
-        """Return the draft length, or the number of levels of the tree that is drafted."""
+        """Return the draft length or, if a tree is drafted, its number of levels."""
         return self.served.tree.depth if self.served else self.k
 
     @property
     def speedup(self) -> float:
-        """Return the expected speed-up of what is drafted."""
+        """Return the expected speed-up over plain decoding: the tree's if a tree is drafted, otherwise the chain's at
+        length k."""
         return self.served.speedup if self.served else self.speedups[self.k]
 
     @property
     def tau(self) -> float:
-        """Return the expected tokens per target call of what is drafted."""
+        """Return the expected tokens per target call: the tree's if a tree is drafted, otherwise the chain's at length
+        k."""
         return self.served.tau if self.served else self.acceptance.tau(self.k)
 
     def among(self, lengths: Iterable[int]) -> "Forecast":
@@ -167,31 +169,32 @@ class Forecast:
 
     @property
     def undecided(self) -> bool:
-        """Return whether more texts could show that another length gains more than WORTH."""
+        """Return whether more texts could show that another length is faster by more than the share WORTH."""
         return self.fastest != self.k and self.gain > WORTH
 
     @property
     def perfect(self) -> float:
-        """Return the speed-up of a draft whose tokens are all accepted, which is the most that these costs allow."""
+        """Return the speed-up if every drafted token were accepted, the most that these costs allow."""
         return at_acceptance(self.seconds, 1.0)[0]
 
     @property
     def break_even(self) -> float | None:
-        """Return the acceptance above which a draft pays at these costs, see `break_even`."""
+        """Return the acceptance above which a draft pays at these costs, see `break_even`. None if no acceptance
+        pays."""
         return break_even(self.seconds)
 
 
 def at_acceptance(seconds: Sequence[float], acceptance: float) -> tuple[float, int]:
-    """Return the speed-up over plain decoding at the best draft length, and this length. acceptance: the same at every
-    depth. seconds: of a round, by draft length from 0 on."""
+    """Return the speed-up over plain decoding at the best draft length, and this length (0: plain decoding).
+    acceptance: a probability, the same at every depth. seconds: of a round, by draft length from 0 on."""
     speedups = [seconds[0] * iid_tau(acceptance, k) / one for k, one in enumerate(seconds)]
     k = max(range(len(speedups)), key=speedups.__getitem__)
     return speedups[k], k
 
 
 def break_even(seconds: Sequence[float]) -> float | None:
-    """Return the acceptance, the same at every depth, above which some draft length beats plain decoding; None if none
-    does. seconds: of a round, by draft length from 0 on."""
+    """Return the acceptance (the same at every depth) above which some draft length beats plain decoding. None if no
+    acceptance pays. seconds: of a round, by draft length from 0 on."""
     if not at_acceptance(seconds, 1.0)[1]:
         return None
     low, high = 0.0, 1.0
@@ -202,8 +205,8 @@ def break_even(seconds: Sequence[float]) -> float | None:
 
 
 def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
-    """Return, by draft length, the speed-up of batches of `rows` texts that are decoded alone: no other prompts wait
-    for the slots of rows that have ended, so the last rounds have fewer rows. Return () for fewer texts than rows.
+    """Return, by draft length, the speed-up if batches of `rows` texts are decoded one after another. A row that ends
+    then stays empty, because no prompts wait, so the last rounds have fewer rows. Return () for fewer texts than rows.
 
     table: seconds of rounds by number of rows, see `seconds_of`. In each sample, texts are put into batches in a random
     order. Texts that fill no batch are left out.
@@ -225,8 +228,8 @@ def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) ->
 def forecast(rates: Acceptance, costs: Costs) -> Forecast:
     """Return the forecast of a draft. rates: its acceptance on texts. costs: of its rounds.
 
-    The recommended length is the shortest one whose expected time is at most one standard error of the paired
-    difference over texts above that of the fastest (the one-standard-error rule: Breiman et al., Classification and
+    The recommended length is the shortest one whose expected time exceeds the fastest length's by at most one standard
+    error of the paired difference over texts (the one-standard-error rule: Breiman et al., Classification and
     Regression Trees, 1984, 3.4.3).
     """
     longest = min(len(rates.calls) - 1, len(costs.target) - 1)
@@ -245,35 +248,36 @@ def forecast(rates: Acceptance, costs: Costs) -> Forecast:
 
 
 def error_of_sum(values: Tensor) -> float:
-    """Return the standard error of the sum of values (N,), one of each text; infinite for one text."""
+    """Return the standard error of the sum of `values` (N,), one per text; infinite for one text."""
     count = len(values)
     return math.inf if count < 2 else float(values.std() * math.sqrt(count))
 
 
 def error_of_tau(tokens: Tensor, calls: Tensor) -> float:
-    """Return the standard error of tokens per call, from the differences between texts. tokens, calls (N,): of each
-    text."""
+    """Return the standard error of tokens per call, from the differences between texts. tokens, calls (N,): one value
+    per text."""
     total = float(calls.sum())
     return error_of_sum(tokens - float(tokens.sum()) / total * calls) / total
 
 
 def mean_acceptance(figures: Figures) -> float:
-    """Return the mean acceptance of each round's first draft over the tokens of the texts."""
+    """Return the mean acceptance of the first draft of a round, over the tokens of the texts."""
     inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
     return float(figures.first(figures.alpha)[inside].mean())
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:
-    """Return the smallest batch size from which on no draft length is recommended; None if one still is at the largest
-    size. forecasts: by batch size."""
+    """Return the smallest batch size from which on no draft length is recommended. None if one is still recommended at
+    the largest size. forecasts: keyed by batch size."""
     sizes = sorted(forecasts)
     never = [rows for rows in sizes if all(forecasts[more].k == 0 for more in sizes if more >= rows)]
     return never[0] if never else None
 
 
 def schedule(lengths: Mapping[int, int], most: int) -> list[list[int]]:
-    """Return draft lengths for 1 .. most rows as ranges [first, last, k], in the form of vLLM's schedules. lengths: the
-    recommended length by batch size. Between two sizes, the nearer one counts, by their ratio."""
+    """Return draft lengths for 1 .. most rows as ranges [first, last, k], the form of vLLM's schedules. lengths:
+    recommended length by batch size. A number of rows between two sizes takes the length of the nearer one, by
+    ratio."""
     sizes = sorted(lengths)
     ranges: list[list[int]] = []
     for rows in range(1, most + 1):

@@ -1,4 +1,4 @@
-"""What `cotrain plan` writes and prints: plan.json, the files for other programs, and the table."""
+"""The output of `cotrain plan`: plan.json, the files for other programs, and the printed table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ TOLERANCE = 0.02  # of a profile's mean
 
 
 def entries(drafts: Sequence[Drafted], best: Drafted) -> dict[str, Any]:
-    """Return the entries of plan.json about the drafts. best: the recommended one."""
+    """Return the entries of plan.json about the drafts. best: the recommended draft."""
     return {
         "recommended": best.path,
         "cells": [_cell(one, t, rows, cell) for one in drafts for (t, rows), cell in one.cells.items()],
@@ -29,8 +29,8 @@ def entries(drafts: Sequence[Drafted], best: Drafted) -> dict[str, Any]:
 
 
 def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
-    """Return the entry of plan.json for one draft, temperature `t` and number of rows. Its iid is tau by the formula of
-    equal acceptance at all depths, from the mean acceptance, beside the exact expectation."""
+    """Return the entry of plan.json for one draft, temperature `t` and number of rows. `iid` in it is tau if acceptance
+    were alpha at all depths, next to the exact expectation `tau`."""
     rates, lengths = cell.acceptance, range(len(cell.seconds))
     tree = cell.tree and asdict(cell.tree) | {"recommended": cell.tree.recommended}
     return {
@@ -59,9 +59,11 @@ def _cell(one: Drafted, t: float, rows: int, cell: Forecast) -> dict[str, Any]:
 
 
 def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of the files for other programs, by name: the schedule of draft lengths by batch size at the
-    first temperature, the acceptance of the recommended draft, and its adaptive policy. best: the recommended draft.
-    batches: sizes. plan: the content of plan.json."""
+    """Return the contents of the files for other programs, keyed by file name: the schedule of draft lengths by batch
+    size at the first temperature, the acceptance of the recommended draft, and its adaptive policy.
+
+    best: the recommended draft. batches: the batch sizes. plan: the content of plan.json.
+    """
     t = next(iter(best.acceptance))
     lengths = {rows: best.cells[t, rows].k for rows in batches}
     return {
@@ -75,9 +77,9 @@ def speculation_profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dic
     """Return the content of speculation_profile.json in the format of NVIDIA's Model-Optimizer, version 1.0. best: the
     draft. t: the temperature. plan: the content of plan.json.
 
-    Rates are by draft position. The histogram is over tokens that a round emits, the one after the accepted drafts
-    included; its counts are expected ones. Tokens past a text's end count in it, and not in `accept_length_by_k`, which
-    is tau.
+    Rates are by draft position. The histogram is over the tokens that a round emits, with the one after the accepted
+    drafts; its counts are expected ones. It counts tokens past a text's end; `accept_length_by_k`, which is tau, does
+    not.
     """
     rates = best.acceptance[t]
     histogram = rates.by_depth["histogram"]
@@ -131,17 +133,18 @@ def speculation_profile(best: Drafted, t: float, plan: Mapping[str, Any]) -> dic
 
 
 def _id(path: str) -> str:
-    """Return the last two parts of a path. A profile is published, and the rest of the path is of this machine."""
+    """Return the last two parts of a path. A profile may be published, and the rest of the path is private to this
+    machine."""
     return "/".join(Path(path).parts[-2:])
 
 
 def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
-    """Return the draft lengths by number of rows, and the settings that give them to other engines. lengths: the
-    recommended length by number of rows.
+    """Return the draft lengths by number of rows, and the settings for other engines. lengths: recommended length by
+    number of rows.
 
-    Each engine's settings are for its speculative configuration, beside those of the draft; they are null if no draft
-    is recommended at any number of rows. TensorRT-LLM (1.3 and later) names the largest batch of each length, and
-    drafts nothing above the last.
+    Each engine's settings are for its speculative configuration, in addition to the draft's own settings. They are None
+    if no draft is recommended at any number of rows. TensorRT-LLM (1.3 and later) names the largest batch of each
+    length, and drafts nothing above the last.
     """
     ranges = schedule(lengths, max(lengths))
     longest = max(k for _, _, k in ranges)
@@ -151,7 +154,7 @@ def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
 
 
 def forecast_table(drafts: Sequence[Drafted]) -> str:
-    """Return the forecasts as a table, with lines for what a reader must know before using them."""
+    """Return the forecasts as a table, followed by remarks for the user."""
     rows = [
         [
             "draft",
@@ -185,8 +188,8 @@ def forecast_table(drafts: Sequence[Drafted]) -> str:
 
 
 def domain_line(domains: Mapping[str, Any]) -> list[str]:
-    """Return a line for the user with the acceptance of each domain; [] if domains are not known. domains: see
-    `drafted.by_domain`."""
+    """Return a list with a line for the user about the acceptance in each domain; [] if domains are not known. domains:
+    see `drafted.by_domain`."""
     parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
     return [f"acceptance by domain: {parts}"] if parts else []
 
@@ -205,8 +208,8 @@ def _columns(cell: Forecast) -> list[str]:
 
 
 def forecast_remarks(cell: Forecast) -> list[str]:
-    """Return lines for the user that the table lacks: whether more texts could show a faster length, and whether a tree
-    is faster."""
+    """Return lines for the user that are not in the table: whether more texts could show a faster length, and whether a
+    tree is faster."""
     tree, lines = cell.tree, []
     if cell.undecided:
         lines.append(

@@ -1,4 +1,4 @@
-"""The page of a plan: what is recommended, speed-up by draft length, and acceptance by depth."""
+"""The page of a plan: the recommendation, speed-up by draft length, and acceptance by depth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ GENERATOR, PAGE = "cotrain plan", "plan.html"
 
 @dataclass(frozen=True)
 class Planned:
-    """The subject of the page's heading. name: of the recommended draft. partial: whether figures may still change,
-    which those of a plan never do."""
+    """The subject of the page's heading. name: the recommended draft's name. partial: whether figures may still change,
+    which is never so for a plan."""
 
     name: str
     partial: bool = False
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
-    """Return the HTML page of a plan. plan: the content of plan.json."""
+    """Return the HTML page about a plan. plan: the content of plan.json."""
     cells, best = plan["cells"], plan["recommended"]
     names = _names([cell["draft"] for cell in cells])
     sections = [
@@ -47,15 +47,15 @@ def plan_page(plan: Mapping[str, Any]) -> str:
 
 
 def _names(paths: Sequence[str]) -> dict[str, str]:
-    """Return a short name of each draft by path: the last part that is not `draft`, or the whole path if two would be
-    equal."""
+    """Return a short name for each draft, by path: the last part of the path that is not `draft`. If two names would be
+    equal, the whole paths are used."""
     parts = {path: [part for part in Path(path).parts if part != "draft"] or [path] for path in paths}
     short = {path: some[-1] for path, some in parts.items()}
     return short if len(set(short.values())) == len(short) else {path: path for path in parts}
 
 
 def _headline(cells: Sequence[Mapping[str, Any]], best: str) -> Markup:
-    """Return in one line what is recommended for the draft `best`, at its first temperature and number of rows."""
+    """Return the recommendation for the draft `best` in one line, at its first temperature and number of rows."""
     cell = next(one for one in cells if one["draft"] == best)
     where = f"at temperature {cell['temperature']:g}, {cell['rows']} row{'s' * (cell['rows'] > 1)}"
     if cell["tree"] and cell["tree"]["recommended"]:
@@ -92,7 +92,7 @@ def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -
 
 
 def _by_length(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Chart]:
-    """Return a chart for each temperature, with a series for each draft and number of rows."""
+    """Return a chart for each temperature, with one series for each draft and number of rows."""
     charts = []
     for t in dict.fromkeys(cell["temperature"] for cell in cells):
         series = []

@@ -1,4 +1,4 @@
-"""What a measurement measures: target and draft, regime, verification rule, and the sizes of the benchmark."""
+"""The input of a measurement: target and draft, regime, verification rule, and the sizes of the benchmark."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class CompiledParts(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A target and a draft to measure, with the engines and prompts that the measurement uses."""
+    """A target and a draft to measure. Its methods return the engines and prompts that a measurement uses."""
 
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -56,9 +56,9 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """Return the draft in eval mode and in the dtype bench.draft_dtype, as a copy unless it is so already. A draft
-        that has the target's encoder keeps its own dtype if the other would round the encoder, since it could then not
-        use the target's."""
+        """Return the draft in eval mode, in the dtype bench.draft_dtype. It is a copy unless the draft has both
+        already. A draft that uses the target's encoder keeps its own dtype if a conversion would change the encoder's
+        weights, because it could then no longer use the target's."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -74,22 +74,22 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """Return the served draft as this machine runs it: in float32 if its dtype would be emulated and no 8-bit
-        kernel is used."""
+        """Return the served draft as this machine runs it. It is converted to float32 if the CPU would emulate its
+        dtype and no 8-bit kernel is used."""
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
-        """Return the plan for another number of rows, with the same served draft."""
+        """Return the same plan for another number of rows, with the same served draft."""
         bench = copy.copy(self.bench)
         bench.rows = rows
         return replace(self, draft=self.served, bench=bench)
 
     def student(self, network: PreTrainedModel) -> Student:
-        """Return the student of the draft's kind with the weights of `network`."""
+        """Return the student for the draft's kind, with `network` as its model."""
         return student_class(self.kind)(network, self.target)
 
     def proposer(self, counted: bool = False) -> Proposer:
-        """Return the proposer that serves the draft. counted: whether tokens are only counted and nothing is timed; the
+        """Return the proposer that serves the draft. counted: whether tokens are only counted and nothing is timed. The
         proposer is then not compiled on a CPU."""
         compile = None if counted else self.compiled.draft
         greedy, shape = self.objective == "greedy", {}
@@ -99,13 +99,13 @@ class Plan:
 
     @property
     def rule(self) -> str:
-        """Return the verification rule: that of the tree, if one is drafted."""
+        """Return the verification rule: the tree's if a tree is drafted, otherwise `verify`."""
         return self.tree.rule if self.tree else self.verify
 
     @cached_property
     def depths(self) -> list[int]:
-        """Return the draft lengths to choose from: those of bench.depths that the draft supports, or its longest if it
-        supports none of them. If a length is planned, return only that."""
+        """Return the draft lengths to choose from: the planned one if there is one, otherwise those in bench.depths
+        that the draft supports, or else its longest. A planned length is cut to the draft's longest."""
         most = self.proposer(counted=True).depths or inf
         if self.planned:
             return [int(min(self.planned, most))]
@@ -115,7 +115,8 @@ class Plan:
         """Return the speculative engine.
 
         k: draft length, or the number of levels of a tree. rows: how many texts are decoded at once; set it only when
-        tokens are counted and nothing is timed. proposer: drafts chains in place of the draft's proposer.
+        tokens are counted and nothing is timed. proposer: drafts chains in place of the draft's own proposer; None for
+        the latter.
         """
         rule = self.rule if proposer is None else self.verify
         return Engine(
@@ -129,12 +130,12 @@ class Plan:
         )
 
     def plain(self, rows: int | None = None) -> Engine:
-        """Return the engine that decodes without a draft. rows: as in `engine`."""
+        """Return the engine that decodes without a draft. rows: see `engine`."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
-        """Return what a timing runs, one arm for each engine by name. sampling: replaces the plan's."""
+        """Return one arm of a timing for each engine, with its name. sampling: replaces the plan's; None keeps it."""
         new_tokens = self.bench.new_tokens
         return [engine_arm(name, engine, sampling or self.sampling, new_tokens) for name, engine in engines.items()]
 
@@ -146,14 +147,13 @@ class Plan:
         return apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` prompts of those that rank checkpoints and drafts, from number `first` on; the first one
-        follows the last one. For an encoder-decoder they are the ids that its texts begin with, and carry their
-        sources."""
+        """Return `count` ranking prompts from number `first` (0-based) on; after the last one, the first follows. Each
+        is a list of token ids. For an encoder-decoder it has the first ids of the decoder's text, and carries the
+        encoder input."""
         return self._read(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` prompts of those on which the exported draft is timed and checked, in the order of
-        `ranking`."""
+        """Return `count` final prompts, on which the exported draft is timed and checked, in the form of `ranking`."""
         return self._read(self.prompts.final, first, count)
 
     def _read(self, prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:

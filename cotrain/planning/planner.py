@@ -50,10 +50,10 @@ CANDIDATES = 2  # how many trees are run
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Costs of the plan's rounds.
+    """The costs of the plan's rounds.
 
-    alone: the costs of each part, timed separately. rounds: timed real rounds, by draft length. costs: `alone`, scaled
-    to the real rounds (`calibrated`).
+    alone: the costs of each part, timed separately. rounds: timed real rounds, keyed by draft length. costs: `alone`,
+    scaled to the real rounds (`calibrated`).
     """
 
     costs: Costs
@@ -61,7 +61,8 @@ class MeasuredCosts:
     rounds: dict[int, RealRound]
 
     def at(self, rounds: dict[int, RealRound]) -> "MeasuredCosts":
-        """Return the costs scaled also to these rounds, which were timed later. rounds: by draft length."""
+        """Return new costs: `alone`, scaled to the earlier rounds and to `rounds` together. rounds: real rounds that
+        were timed later, keyed by draft length."""
         together = self.rounds | rounds
         return MeasuredCosts(calibrated(self.alone, together), self.alone, together)
 
@@ -70,11 +71,11 @@ class MeasuredCosts:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Return the plan with each part compiled if that makes it faster, and the costs of rounds. On a GPU, or if
-    bench.compile is set, real rounds are timed with and without compiling; otherwise nothing is compiled.
+    """Return the plan, in which each part is compiled if it is then faster, and the costs of rounds. Real rounds are
+    timed with and without compiling on a GPU, or if bench.compile is set; otherwise nothing is compiled.
 
-    until: the deadline, by time.perf_counter(). If it leaves too little time for the compiled measurement, nothing is
-    compiled.
+    until: the deadline, a value of time.perf_counter(). If it leaves too little time to measure compiled parts, nothing
+    is compiled.
     """
     plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
     eager, now = measured_costs(plan, until), time.perf_counter()
@@ -101,16 +102,16 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
 
 
 def measured_costs(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: as in
+    """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: see
     `choose_compiled`."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def costs_of(plan: Plan, most: int | None = None) -> Costs:
-    """Return the costs of each part, timed separately at the mean context length of the benchmark, for an
-    encoder-decoder after sources of their mean length. most: the longest draft that is timed; None: the longest of the
-    plan's depths."""
+    """Return the costs of each part, timed separately at the benchmark's mean context length (for an encoder-decoder,
+    with encoder inputs of their mean length). most: the longest draft to time; None for the longest of the plan's
+    depths."""
     prompts, start = plan.prompts.ranking, start_of(plan.target)
     mean = sum(map(len, prompts)) // len(prompts)
     context = (mean if start is None else len(start)) + plan.bench.new_tokens // 2
@@ -122,8 +123,8 @@ def costs_of(plan: Plan, most: int | None = None) -> Costs:
 
 
 def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict[Drafts, RealRound]:
-    """Return rounds of these trees and chains, timed in turn on ranking prompts. drafted: trees, or lengths of chains;
-    0 is plain decoding. until: as in `choose_compiled`."""
+    """Return the seconds of real rounds for each tree or chain, timed in turn on ranking prompts, keyed by tree or
+    length. drafted: trees, or lengths of chains; 0 is plain decoding. until: see `choose_compiled`."""
     size, chains = plan.bench, [one for one in drafted if isinstance(one, int) and one]
     chain_engine = plan.engine(max(chains)) if chains else None
     engines: dict[Drafts, tuple[Engine, int]] = {}
@@ -142,8 +143,8 @@ def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict
 
 
 def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
-    """Return `count` texts, ranking prompts continued by plain decoding. Predictions are computed on them, and nothing
-    is timed."""
+    """Return `count` texts: ranking prompts, continued by plain decoding. Predictions are computed on them; nothing is
+    timed."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
     return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
@@ -151,13 +152,13 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
     """Return the probabilities of both models on texts, at draft length k, computed in large batches. noise: the
-    numerical noise of differences between the target's logits, from a verdict on exactness."""
+    numerical noise of differences between the target's logits, as a verdict on exactness gives it."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
-    """Return the acceptance of the plan's draft at lengths up to the longest of its depths. texts: None: new
+    """Return the acceptance of the plan's draft at all lengths up to the longest of its depths. texts: None for new
     `plain_texts`."""
     longest = max(plan.depths)
     return acceptance(text_figures(plan, texts or plain_texts(plan), longest), plan.verify, longest)
@@ -169,14 +170,14 @@ def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
 def plan_draft(
     plan: Plan, costs: MeasuredCosts, texts: Emitted, until: float = inf
 ) -> tuple[Plan, MeasuredCosts, Forecast]:
-    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others; a
-    planned tree is drafted in any case.
+    """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others; if the
+    plan has a planned length, its tree is drafted in any case.
 
-    texts: `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds, as in
-    `choose_compiled`.
-    Return the plan that drafts the choice, the costs of chains, scaled to the rounds that were timed, and the forecast.
-    At several rows, the speed-ups of chains are those of batches that are decoded alone (`forecast.alone`), as they are
-    timed; those of trees are of full batches.
+    texts: `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds, see `choose_compiled`.
+
+    Returns the plan that drafts the choice, the costs of chains after scaling to the timed rounds, and the forecast.
+    With several rows, the speed-ups of chains are for batches without waiting prompts (`forecast.alone`), as they are
+    timed; the speed-ups of trees are for full batches.
     """
     given, plan, rows = plan, replace(plan, tree=None), plan.bench.rows
     rates = measure_acceptance(plan, texts)
@@ -193,12 +194,12 @@ def plan_draft(
 def plan_length(
     plan: Plan, costs: MeasuredCosts, rates: Acceptance, until: float = inf, one_row: Sequence[float] = ()
 ) -> tuple[Forecast, MeasuredCosts]:
-    """Return the forecast with the fastest draft length among 1 and bench.depths, or with the planned length, and the
-    costs. If no rounds at the chosen length were timed, some are timed, and the length is chosen again with the costs
-    scaled to them.
+    """Return the forecast with the fastest draft length among 1 and bench.depths (or with the planned length), and the
+    costs. If no rounds at this length were timed, some are timed, and the length is chosen again with the costs scaled
+    to them.
 
-    rates: acceptance. until: as in `choose_compiled`. one_row: seconds of rounds of one row by draft length, for
-    batches that are decoded alone.
+    rates: acceptance. until: see `choose_compiled`. one_row: seconds of rounds with one row by draft length, for
+    batches without waiting prompts; () otherwise.
     """
     lengths = plan.depths if plan.planned else sorted({1, *plan.depths})
 
@@ -220,11 +221,11 @@ def plan_length(
 
 
 def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) -> TreeForecast | None:
-    """Return the tree that is fastest by its timed rounds, among trees of at most bench.trees nodes and the plan's own
-    tree.
+    """Return the tree with the fastest timed rounds per token, among trees of at most bench.trees nodes and the plan's
+    own tree.
 
-    Return None if the kind drafts no trees, if the plan's rule has no rule for trees (`RULES`), or if there are no
-    candidates. chains: the forecast of chains on the same texts, `plain_texts`. until: as in `choose_compiled`.
+    Return None if the kind drafts no trees, if no tree rule can replace the plan's rule (`RULES`), or if there are no
+    candidates. chains: the forecast of chains on the same texts, `plain_texts`. until: see `choose_compiled`.
     """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
@@ -253,9 +254,9 @@ def fastest_tree(
     """Return the fastest of these trees, or None if there are none. Their rounds are timed in turn with plain decoding
     and the chain.
 
-    chains: the forecast of chains at the plan's temperature and rows. distributions: on the first of its texts. until:
-    as in `choose_compiled`. in_turn: whether speed-ups are over the chain's seconds in these rounds; otherwise all
-    seconds are scaled to those of `chains`.
+    chains: the forecast of chains at the plan's temperature and rows. distributions: both models' on the first of its
+    texts. until: see `choose_compiled`. in_turn: whether speed-ups are relative to the chain's seconds in these rounds;
+    otherwise all seconds are scaled so that the chain's equal those in `chains`.
     """
     if not trees:
         return None
@@ -282,7 +283,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
     that draft no trees.
 
     A draft that is no language model has another distribution at each depth. Its distributions come from forced rounds
-    of chains, which are as deep as the longest of bench.depths and have at least `levels` drafts.
+    of chains, as deep as the longest of bench.depths, and with at least `levels` drafts.
     """
     if not kind_of(plan.kind).drafts_trees:
         return None
@@ -300,8 +301,8 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
-    """Return a model of the seconds of rounds with trees of up to bench.trees nodes, fitted to timed rounds of a few
-    trees."""
+    """Return a model for the seconds of rounds with trees of up to bench.trees nodes. It is fitted to timed rounds of a
+    few trees. until: see `choose_compiled`."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_of(plan, trees, until)
@@ -309,25 +310,25 @@ def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
 
 
 def tree_search(plan: Plan, distributions: Distributions) -> Search:
-    """Return the search among trees of at most bench.trees nodes, whose children are sampled or the likeliest tokens.
-    With greedy drafting, and at temperature 0, all children are the likeliest tokens."""
+    """Return the search over trees of at most bench.trees nodes. Children are sampled or the most probable tokens; with
+    greedy drafting and at temperature 0, only the latter."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     children = min(CHILDREN, most, distributions.p.shape[-1])
     return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
 
 
 def candidate_trees(search: Search, seconds: Seconds) -> list[PlannedTree]:
-    """Return the best tree for each rule and way to choose children, the one of the fewest seconds per token first."""
+    """Return the best tree for each rule and each way to choose children, ordered by seconds per token."""
     return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 
 
 def _likeliest_only(plan: Plan) -> bool:
-    """Return whether children of trees can only be the likeliest tokens."""
+    """Return whether children in trees can only be the most probable tokens."""
     return plan.objective == "greedy" or plan.sampling.temperature == 0
 
 
 def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
-    """Return the expected target calls of each text, (N,), with a tree, see `reach_under`."""
+    """Return the expected target calls of each text (N,) with a tree, see `reach_under`."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     return predict_chain.calls_from(reach, distributions.lengths)
 
@@ -346,8 +347,8 @@ def choice_line(chosen: Forecast) -> str:
 
 
 def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
-    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, that tree.
-    rule: the rule for chains."""
+    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, the tree. rule:
+    the verification rule for chains."""
     best, tree = chosen.tree, chosen.served.tree if chosen.served else None
     return {
         "planned_k": chosen.k,
@@ -361,15 +362,15 @@ def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """Return the tree that was drafted by a report's `extra`; None if chains were drafted."""
+    """Return the drafted tree of a report, or None if chains were drafted. extra: the report's `extra`."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(chosen: Forecast, speedup: Interval) -> str | None:
-    """Return a sentence for the user if no speed-up was measured, else None. speedup: measured, of what is drafted over
-    plain decoding."""
+    """Return a sentence for the user if no speed-up was measured, otherwise None. speedup: the measured speed-up of the
+    chosen chain or tree over plain decoding."""
     drafted = f"{speedup.value:.2f}x " + (f"with {chosen.served.words()}" if chosen.served else f"at k = {chosen.k}")
     if speedup.faster is False:
         return (

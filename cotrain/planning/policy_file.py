@@ -1,9 +1,11 @@
 """The file of an adaptive policy (`policy.file=`): seconds of rounds and decisions on this machine, and estimates of
 the draft's acceptance, fitted to real rounds on ranking texts.
 
-The rounds draft the longest chains, and every draft whose predecessors were all accepted is one observation. So the
-estimates are fitted to what they read when they decide. Whether it pays to decide after each draft is computed on these
-rounds, for each number of rows: if many rows share a round, it may gain less than it costs.
+The rounds draft the longest chains. Every draft whose predecessors were all accepted is one observation, so the
+estimates are fitted to the inputs that they read when they decide. The same rounds show, for each number of rows,
+whether it pays to decide after each draft: if many rows share a round, a decision may gain less than it costs.
+
+A rows, K drafts of the longest chain, N observations, D inputs.
 """
 
 import time
@@ -31,9 +33,9 @@ STEPS, FLAT = 50, 1e-10  # of Newton's method, and the slope where it ends
 
 @dataclass(frozen=True)
 class RowRound:
-    """A round of one row. recent: acceptance of the row before the round. top (drafted,): the probability of the
-    likeliest token of each draft; empty for drafts that are not asked (`Proposer.asks`). accepted: how many of the
-    `drafted` tokens were accepted."""
+    """A round of one row. recent: the row's acceptance before the round. top (drafted,): the highest probability in the
+    distribution of each draft; empty for drafts whose distribution is not read (`Proposer.asks`). accepted: how many of
+    the `drafted` tokens were accepted."""
 
     recent: Recent
     top: Numbers
@@ -48,7 +50,7 @@ class RowRound:
 
 @dataclass
 class Observed(CallDecisions):
-    """The decisions of one call whose rounds all draft the longest chain. rounds: these rounds, row by row."""
+    """The decisions of one call in which every round drafts the longest chain. rounds: these rounds, row by row."""
 
     rounds: list[RowRound] = field(default_factory=list)
 
@@ -63,7 +65,7 @@ class Observed(CallDecisions):
 
 @dataclass(frozen=True)
 class Observing(Adaptive):
-    """A policy that drafts the longest chain in every round and collects the rounds in `calls`."""
+    """A policy that drafts the longest chain in every round, and collects the decisions of each call in `calls`."""
 
     calls: list[Observed] = field(default_factory=list)
 
@@ -84,14 +86,14 @@ def observed(
 
 
 def share(rounds: Sequence[RowRound]) -> float:
-    """Return the share of drafts that were accepted, of those whose predecessors were all accepted."""
+    """Return the share of accepted drafts, among drafts whose predecessors were all accepted; 0 without rounds."""
     tried = sum(min(one.drafted, one.accepted + 1) for one in rounds)
     return sum(one.accepted for one in rounds) / tried if tried else 0.0
 
 
 def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
     """Return the estimates of acceptance that fit the rounds best. mean: the share of accepted drafts. With fewer than
-    `FEWEST` observations, as for drafts that are not asked, a row's estimate is its recent acceptance."""
+    `FEWEST` observations, as for drafts whose distribution is not read, a row's estimate is its recent acceptance."""
     later = [(one, depth) for one in rounds for depth in range(1, one.seen)]
     if len(later) < FEWEST:
         return Estimates(mean, BY_RATE, BY_RATE)
@@ -99,7 +101,8 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
     rates = {id(one): CallDecisions(unsure, {0: one.recent}).rate(0) for one in rounds}
 
     def fitted(drafts: Sequence[tuple[RowRound, int]], before: int) -> tuple[float, ...]:
-        """Fit the acceptance of drafts (round, depth) to the distribution that is `before` drafts earlier."""
+        """Return the weights for the acceptance of drafts (round, depth), fitted to the distribution `before` drafts
+        earlier."""
         top = np.array([one.top[depth - before] for one, depth in drafts])
         given = inputs(np.array([rates[id(one)] for one, _ in drafts]), top)
         accepted = torch.tensor([float(depth < one.accepted) for one, depth in drafts]).double()
@@ -112,9 +115,12 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
 def policy_of(
     costs: Mapping[int, Costs], fit: Estimates, rounds: Sequence[RowRound], vocabulary: int, device: torch.device
 ) -> Adaptive:
-    """Return the policy for these costs. It decides after each draft at those numbers of rows at which that pays on
-    `rounds`.
-    costs: by number of rows. fit: the estimates of acceptance. vocabulary, device: of the logits that it reads."""
+    """Return the policy for these costs. It decides after each draft only at those numbers of rows at which this pays
+    on `rounds`.
+
+    costs: keyed by number of rows. fit: the estimates of acceptance. vocabulary, device: of the logits that the policy
+    reads.
+    """
     policy = Adaptive({rows: one.rounds for rows, one in sorted(costs.items())}, fit, {})
     deciding = {rows: decision_seconds(policy, rows, vocabulary, device) for rows in policy.seconds}
     paying = {}
@@ -126,8 +132,8 @@ def policy_of(
 
 
 def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch.device) -> float:
-    """Return the median seconds to read the distribution of a draft, (rows, vocabulary) logits, and to decide about the
-    next."""
+    """Return the median seconds to read a draft's distribution, logits (rows, vocabulary), and to decide about the next
+    draft."""
     decisions, seconds = replace(policy, deciding=None).begin(), []
     logits, temperature = torch.randn(rows, vocabulary, device=device), torch.ones(rows, device=device)
     for _ in range(REPEATS):
@@ -141,11 +147,11 @@ def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch
 
 
 def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
-    """Return tokens per second that the policy would have on observed rounds, `rows` rows at a time, by the policy's
-    own seconds; 0 for too few rounds.
+    """Return the tokens per second that the policy would reach on observed rounds, `rows` rows at a time, by its own
+    table of seconds; 0 for too few rounds.
 
-    Rounds that drafted less than the longest chain, at the end of a text, are left out. A row that accepted n of the
-    longest chain is taken to accept min(n, k) of k drafts.
+    Rounds at the end of a text that drafted less than the longest chain are left out. A row that accepted n of the
+    longest chain is assumed to accept min(n, k) of k drafts.
     """
     whole = [one for one in rounds if len(one.top) == policy.longest]
     tokens, seconds = 0, 0.0
@@ -161,8 +167,7 @@ def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
 
 
 def _decided(decisions: CallDecisions, tops: Numbers) -> int:
-    """Return the number of drafts after which a round ends. tops (A, K): probability of the likeliest token, by row and
-    draft."""
+    """Return the number of drafts after which a round ends. tops (A, K): the highest probability, by row and draft."""
     rows, longest = tops.shape
     for depth in range(longest):
         decisions.note(tops[:, depth])
@@ -183,11 +188,11 @@ def content(policy: Adaptive) -> dict[str, Any]:
 
 
 def logistic(x: Tensor, y: Tensor, ridge: float = RIDGE) -> tuple[Tensor, Tensor]:
-    """Return the weights w (D,) and the bias b () of a logistic regression, found by Newton's method with halved steps.
+    """Return the weights w (D,) and the bias b () of a logistic regression, found by Newton's method with step halving.
 
-    x (N, D), float64: inputs. y (N,), float64: labels in [0, 1].
-    w and b minimise the mean cross-entropy of sigmoid(x w + b) with y, plus ridge / 2 times the sum of the squares of w
-    times the standard deviations of x. This objective is convex.
+    x (N, D) float64: inputs. y (N,) float64: labels in [0, 1]. w and b minimise the mean cross-entropy of sigmoid(x w +
+    b) with y, plus ridge / 2 times the sum of squares of w times the standard deviations of x. This objective is
+    convex.
     """
     mean, deviation = x.mean(0), x.std(0, correction=0)
     scale = torch.where(deviation > 0, deviation, 1.0)

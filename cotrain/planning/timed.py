@@ -20,14 +20,15 @@ PLAIN, ADAPTIVE, TREE = "plain", "adaptive", "tree"
 
 
 def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Forecast], policy: Adaptive) -> list[dict[str, Any]]:
-    """Return an entry for each forecast, timed on final prompts for bench.minutes or until the interval is
-    bench.interval wide.
+    """Return one entry for each forecast, timed on final prompts for bench.minutes or until the interval is as narrow
+    as bench.interval.
 
-    cells: forecasts by (temperature, rows). policy: the adaptive one.
-    Entries of the result: the measured speed-up over plain decoding (`_ratios`: value, low, high) and tau of each arm,
-    which is a draft length, the adaptive policy or the recommended tree, with its forecast. Batches are decoded alone,
-    so for more than one row the forecast of a length is `Forecast.alone`; that of a tree is of full batches. For more
-    than one row, the recommended length is also timed with prompts that wait (`full_batches`).
+    cells: forecasts, keyed by (temperature, rows). policy: the adaptive policy.
+
+    An entry has, for each arm (a draft length, the adaptive policy or the recommended tree), the measured speed-up over
+    plain decoding (`_ratios`: value, low, high), tau, and the forecast. Batches are decoded without waiting prompts. So
+    for several rows the forecast of a length is `Forecast.alone`; the forecast of a tree is still for full batches. For
+    several rows, the recommended length is also timed with waiting prompts (`full_batches`).
     """
     measured = []
     for (t, rows), cell in cells.items():
@@ -79,8 +80,8 @@ def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
 
 
 def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Return the measured and forecast speed-up of the draft length `best` with `QUEUE` prompts for each row, so that
-    prompts wait for the slots of rows that have ended."""
+    """Return the measured and the forecast speed-up of the draft length `best` with `QUEUE` prompts per row, so that a
+    waiting prompt takes the place of each row that ends."""
     size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
     arms = plan.arms({one: engines[one] for one in (PLAIN, name)})
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
@@ -89,22 +90,22 @@ def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) 
 
 
 def _ratios(timing: Timing, name: str) -> dict[str, Any]:
-    """Return the speed of an arm over that of plain decoding: `speedup` with the time to read prompts, and `decode`
-    without it, which is what is forecast."""
+    """Return the speed of an arm over plain decoding's: `speedup` includes the time to read prompts, `decode` does not.
+    The forecast is for `decode`."""
     return {"speedup": timing.ratio(name, PLAIN)._asdict(), "decode": timing.ratio(name, PLAIN, decode=True)._asdict()}
 
 
 def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
     """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after
-    `share` of bench.minutes; with bench.minutes=0 after these batches. There are at least FEWEST, since fewer give no
-    interval."""
+    `share` of bench.minutes. With bench.minutes=0 timing stops after these batches. There are at least FEWEST batches,
+    since fewer give no interval."""
     batches = max(batches, FEWEST)
     until = time.perf_counter() + 60 * share * size.minutes
     return batches, Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
 
 
 def arms_of(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arms of an entry of `timed_cells` by name, with that of full batches if there is one."""
+    """Return the arms of an entry of `timed_cells`, keyed by name, and the arm of full batches if there is one."""
     full = cell.get("full_batches")
     return {**cell["arms"], **({f"k = {full['k']}, others wait": full} if full else {})}
 

@@ -1,1 +1,1 @@
-"""Texts sampled from the target, and the files that store them."""
+"""Texts that the target samples, and the files that store them."""

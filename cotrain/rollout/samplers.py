@@ -1,4 +1,4 @@
-"""Samplers, which continue prompts with texts of the target: this engine, with or without a draft, or a server."""
+"""Samplers, which let the target continue prompts: with this engine, with or without a draft, or with a server."""
 
 import json
 import time
@@ -22,8 +22,8 @@ SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another num
 
 @dataclass(frozen=True)
 class Ask:
-    """How much to sample. texts: the most texts per domain, by split ("train", "held_out"). prompt_tokens, new_tokens:
-    the most ids of each prompt, and of each continuation."""
+    """How much to sample. texts: the most texts per domain, keyed by split ("train", "held_out"). prompt_tokens,
+    new_tokens: the most tokens in a prompt, and in a continuation."""
 
     texts: dict[str, int]  # keys: train, held_out
     prompt_tokens: int
@@ -31,8 +31,7 @@ class Ask:
 
 
 class Sampler(Protocol):
-    """Continues prompts, at most `rows` of them at once. keys: one per prompt; with the seed it fixes the random
-    numbers."""
+    """Continues prompts, at most `rows` of them at once."""
 
     @property
     def rows(self) -> int: ...
@@ -40,17 +39,17 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        """Return the new ids of each prompt, including the end token.
+        """Return the new token ids for each prompt, including the end token.
 
-        prompts: the ids of each. new_tokens: the most ids of a continuation. seed, keys: fix the random numbers; there
-        is one key per prompt.
+        prompts: token ids of each. new_tokens: the most tokens in a continuation. seed, keys: fix the random numbers;
+        there is one key per prompt.
         """
 
 
 @dataclass(frozen=True)
 class Own:
-    """Samples with this engine. If the engine has a proposer, it is faster, and the distribution of the texts is the
-    same."""
+    """Samples with this engine. A proposer makes the engine faster and does not change the distribution of the
+    texts."""
 
     engine: Engine
 
@@ -69,10 +68,10 @@ class Own:
 
 @dataclass
 class Faster:
-    """Uses the fastest of several samplers of the same distribution.
+    """Uses the fastest of several samplers with the same distribution.
 
-    Each continues one batch to warm up and one that is timed; later batches go to the fastest. samplers: by name.
-    speeds: by name, tokens per second of the sampler's last batch, 0 after its first.
+    Each sampler continues one batch to warm up and one batch that is timed. All later batches go to the fastest.
+    samplers: by name. speeds: by name, tokens per second of the sampler's last batch; 0 after the first.
     """
 
     samplers: Mapping[str, Sampler]
@@ -98,12 +97,13 @@ class Faster:
 class Remote:
     """Samples with an OpenAI-compatible server.
 
-    A server that returns no ids gets prompts as text, and its answers are tokenized here. The tokens may then differ
-    from the sampled ones, but they decode to the same text. If a prompt or an answer does not survive decoding and
-    encoding, its continuation is [], which is no text.
+    If the server returns no token ids, prompts are sent as text, and answers are tokenized here. The tokens may then
+    differ from the sampled ones, but they decode to the same text. If a prompt or an answer changes when it is encoded
+    and decoded again, its continuation is [], and the text is left out.
 
-    rows: the most concurrent requests. ends: ids that end a text. If the server does not say which of them ended a
-    text, it is the last one in the prompt (a chat template ends each turn with it), else the tokenizer's.
+    rows: the most concurrent requests. ends: token ids that end a text. If the server does not report which of them
+    ended a text, it is the last one that occurs in the prompt (a chat template ends each turn with it), or else the
+    tokenizer's.
     """
 
     client: Client
@@ -124,14 +124,14 @@ class Remote:
         return completions
 
     def _asked(self, prompt: list[int]) -> str | None:
-        """Return a text that the server encodes as the prompt, None if there is none. It lacks a start token that the
-        server's tokenizer adds."""
+        """Return a text that the server encodes as the prompt, or None if there is none. The text leaves out a start
+        token that the server's tokenizer adds itself."""
         texts = (self._text(prompt), self._text(prompt[1:]))
         return next((text for text in texts if list(self.tokenizer(text)["input_ids"]) == prompt), None)
 
     def _ids(self, prompt: list[int], one: Completion, new_tokens: int) -> list[int]:
-        """Return the ids of an answer, with the token that ended it; [] if they do not decode to the answer. The answer
-        is encoded after the prompt, since some tokenizers begin a text with a space."""
+        """Return the token ids of an answer, with the token that ended it, or [] if they do not decode to the answer.
+        The answer is encoded together with the prompt, since some tokenizers begin a text with a space."""
         before = self._asked(prompt) or ""
         whole = list(self.tokenizer(before + one.text)["input_ids"])
         ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._encoded(one.text)
@@ -193,12 +193,12 @@ def collect(
 
     Args:
         partial: the file to which each finished batch is appended; an interrupted run continues after the last one.
-        say: a function that is called with a line per batch; None: progress is shown by `Display`.
-        keys: of the random numbers, by default the index of each prompt, so a resumed run samples the same texts as an
-            uninterrupted one.
-        seconds: a time limit. After the first batch, no batch is started that is expected to end later, so there may be
-            fewer rows than prompts.
-        title: of the display.
+        say: a function that receives one line per batch; None: progress is shown by `Display`.
+        keys: one per prompt, for the random numbers; None for the index of each prompt. A resumed run thus samples the
+            same texts as an uninterrupted one.
+        seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
+            there may be fewer rows than prompts.
+        title: of the display; None for the temperature.
     """
     keys = range(len(asked)) if keys is None else keys
     order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0)
@@ -229,12 +229,12 @@ def collect(
 
 
 def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
-    """Return the indices of prompts of these lengths, in the order in which they are sampled. A batch is as wide as its
-    longest prompt, so of each `WINDOW` prompts the longest come first. The order does not depend on the batch size, so
-    another one can resume.
+    """Return the indices of prompts of these lengths, in the order in which they are sampled. A batch takes as long as
+    its longest prompt, so the longest prompts come first within each `WINDOW` prompts. The order does not depend on the
+    batch size, so an interrupted run can be resumed with another batch size.
 
-    first: so many prompts stay in order, since sampling may end early, and a set of the longest prompts alone would
-    lack domains.
+    first: how many prompts stay in order. Sampling with a time limit may end early, and a set of the longest prompts
+    alone might miss some domains.
     """
     every = range(len(lengths))
     windows = (every[start : start + WINDOW] for start in range(first, len(lengths), WINDOW))
@@ -242,7 +242,7 @@ def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:
-    """Return the rows in the file of an interrupted run. An incomplete last line is removed from the file."""
+    """Return the rows in an interrupted run's file. An incomplete last line is removed from the file."""
     if not partial.exists():
         return []
     lines = [line for line in partial.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]

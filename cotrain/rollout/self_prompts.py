@@ -1,9 +1,9 @@
 """Prompts that the target samples itself, so that a run needs no data set (`data=self`; Magpie, arXiv 2406.08464).
 
-What a chat template writes before the user's content is the context; a target that was trained on chats continues it
-with a message of a user. A target without a chat template continues its start token with a text, whose beginning is a
-prompt. Those that pass the filters are written as rows of JSON, and read like a data set of the user: split by a hash,
-rendered by the template.
+The context is the text that a chat template writes before the user's message. A target that was trained on chats
+continues it with such a message. A target without a chat template continues its start token with a text, whose
+beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set of the user:
+split by a hash, rendered by the template.
 """
 
 import hashlib
@@ -44,11 +44,11 @@ class Opening:
     """Where the target begins to write a prompt.
 
     Args:
-        ids: the context that the target continues.
-        ends: ids that end the prompt.
-        close: a text that ends it too, or "".
+        ids: token ids of the context that the target continues.
+        ends: token ids that end the prompt.
+        close: a text that also ends the prompt, or "".
         chat: whether the prompt is a user's message; otherwise it is a text.
-        special: ids that no prompt may have.
+        special: token ids that no prompt may have.
     """
 
     ids: list[int]
@@ -59,11 +59,11 @@ class Opening:
 
 
 def opening(template: Template) -> Opening:
-    """Return where the target begins to write a prompt: after what its chat template writes before a user's content or,
+    """Return where the target begins to write a prompt: at the place of the user's content in its chat template or,
     without a template, after its start token.
 
-    What the template writes after the content ends the prompt: a special token, or else the first line. Raises
-    ValueError if the template changes the content, or fails.
+    The text that the template writes after the content ends the prompt: its first special token, or else its first
+    line. Raises ValueError if the template changes the content, or fails.
     """
     tokenizer, ends = template.tokenizer, frozenset(template.ends)
     if tokenizer.chat_template is None:
@@ -90,8 +90,8 @@ def opening(template: Template) -> Opening:
 
 
 def unended(template: Template) -> str | None:
-    """Return the special token with which the chat template ends an answer, if it is no end token of the target: texts
-    of the target then continue after it. Return None if there is no such token, or no chat template that renders an
+    """Return the special token with which the chat template ends an answer, if it is no end token of the target: the
+    target's texts then continue after it. Return None if there is no such token, or no chat template that renders an
     answer."""
     messages = [{"role": "user", "content": CONTENT}, {"role": "assistant", "content": CONTENT}]
     if template.tokenizer.chat_template is None:
@@ -106,7 +106,7 @@ def unended(template: Template) -> str | None:
 
 
 def needed(texts: int, held_out_texts: int, timed: int) -> dict[str, int]:
-    """Return how many prompts of each split a run needs. texts: to learn from. held_out_texts: to rank checkpoints.
+    """Return how many prompts a run needs, keyed by split. texts: to learn from. held_out_texts: to rank checkpoints.
     timed: to time the draft."""
     return dict(zip(SPLITS, (texts, held_out_texts, timed), strict=True))
 
@@ -117,10 +117,10 @@ class SelfPrompts:
 
     Args:
         folder: where they are written.
-        identity: that of the target, see `fingerprints.identity`.
-        wanted: how many are needed of each split, see `needed`.
-        tokens: the most ids of a prompt.
-        seconds: the most time for sampling; None: no limit.
+        identity: the target's fingerprint, see `fingerprints.identity`.
+        wanted: how many prompts are needed, keyed by split, see `needed`.
+        tokens: the most tokens of a prompt.
+        seconds: the most time for sampling; None for no limit.
     """
 
     template: Template
@@ -136,8 +136,8 @@ class SelfPrompts:
         return self.folder / f"{NAME}.jsonl"
 
     def file(self, by: Callable[[], Sampler], say: Say | None = None) -> Path:
-        """Return the file of the prompts. If it does not have them, `by()` returns the sampler that samples them. A
-        line says how many were sampled, kept and dropped; `say` or print is called with it.
+        """Return the file of the prompts. If it does not have them yet, they are sampled with the sampler that `by()`
+        returns. A line about the numbers of sampled, kept and dropped prompts goes to `say` (None: it is printed).
 
         Only the first of several processes samples. An interrupted call is continued by the next one. Raises UserError
         if a split stays empty.
@@ -174,8 +174,8 @@ class SelfPrompts:
         return dict(json.loads(json.dumps(values)))
 
     def _fits(self, about: Path) -> bool:
-        """Return whether the file has the prompts that would be sampled, or more of them. about: the file beside it,
-        which says how they were sampled."""
+        """Return whether the file has the prompts that would be sampled, or more of them. about: the JSON file that
+        describes how they were sampled."""
         if not about.is_file() or not self.path.is_file():
             return False
         stored, asked = json.loads(about.read_text(encoding="utf-8")), self._origin()
@@ -185,7 +185,7 @@ class SelfPrompts:
 
     def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for
-        `counts_line`."""
+        `counts_line`. Raises UserError if a split stays empty."""
         opened = opening(self.template)
         sampling = Sampling(1.0, stop_ids=tuple(sorted(opened.ends)), stop=(opened.close,) if opened.close else ())
         first = self._missing(Counter())
@@ -224,7 +224,7 @@ class SelfPrompts:
         return rows, counts
 
     def _missing(self, splits: Mapping[str, int]) -> int:
-        """Return how many more prompts must be kept, so that each split has as many as are wanted. splits: how many
+        """Return how many more prompts must pass the filters so that each split has as many as wanted. splits: how many
         each has."""
         share = {split: PERCENT.get(split, 100 - sum(PERCENT.values())) / 100 for split in SPLITS}
         return max(math.ceil(max(self.wanted[split] - splits.get(split, 0), 0) / share[split]) for split in SPLITS)
@@ -233,8 +233,8 @@ class SelfPrompts:
 def filtered(
     completions: Sequence[Sequence[int]], opened: Opening, template: Template, tokens: int
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the rows of the completions that pass all filters, and the number that each of `FILTERS` drops.
-    completions: ids. opened: where they begin. tokens: the most ids of a prompt."""
+    """Return the rows of the completions that pass all filters, and how many each of `FILTERS` drops. completions:
+    token ids of each. opened: where they begin. tokens: the most tokens of a prompt."""
     dropped, seen = dict.fromkeys(FILTERS, 0), set[str]()
     rows: list[dict[str, Any]] = []
     for ids in completions:
@@ -252,7 +252,7 @@ def filtered(
 
 
 def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, bool]:
-    """Return what the target wrote, without what ends it, and whether it ended."""
+    """Return the text that the target wrote, without its end, and whether it ended."""
     end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
     text = str(template.tokenizer.decode(ids[:end], skip_special_tokens=False))
     closed = bool(opened.close) and opened.close in text
@@ -261,8 +261,8 @@ def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, boo
 
 
 def _reason(text: str, ended: bool, opened: Opening, template: Template) -> str | None:
-    """Return the name of the filter that drops a prompt, None if it passes. A text without a chat template need not
-    end."""
+    """Return the name of the filter that drops a prompt, or None if it passes. ended: whether the target ended the
+    text; without a chat template it need not."""
     ids = template.ids(text)
     pieces = [tuple(ids[place : place + PIECE]) for place in range(len(ids) - PIECE + 1)]
     failed = {
@@ -281,17 +281,17 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
 
 
 def split_content(row: Mapping[str, Any]) -> str:
-    """Return the text that decides the split of a row, as for rows of data.path."""
+    """Return the text whose hash decides the split of a row, as for rows of data.path."""
     return Reader(templated="messages" in row).row(row).opening
 
 
 def template_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of the tokens that only templates write."""
+    """Return the ids of special tokens, which only templates write."""
     return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def counts_line(counts: Mapping[str, Any]) -> str:
-    """Return a line for the user: how many prompts were sampled, kept and dropped. counts: as `SelfPrompts` stores
+    """Return a line for the user with the numbers of sampled, kept and dropped prompts. counts: as `SelfPrompts` stores
     them."""
     dropped = [f"{count} {name}" for name, count in counts["dropped"].items() if count]
     splits = ", ".join(f"{split} {count}" for split, count in counts["splits"].items())

@@ -1,4 +1,5 @@
-"""What a run learns from and is judged on: texts sampled from the target, kept for the next run, or logs of it."""
+"""The texts that a run learns from and is evaluated on: sampled from the target and stored for later runs, or
+completions in the user's logs."""
 
 import hashlib
 import json
@@ -29,16 +30,16 @@ from inference.request import ends_of, source_limits
 
 
 class HasPrompts(Protocol):
-    """The source of the prompts of texts: data, or `SamePrompts`."""
+    """An object that gives the prompts of texts: a data source, or `SamePrompts`."""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return (domain, prompt ids) of at most `count` prompts per domain, of at most `tokens` ids each. seed: of the
-        random choice."""
+        """Return (domain, prompt ids) for at most `count` prompts per domain, each with at most `tokens` tokens. seed:
+        of the random choice."""
 
 
 @dataclass(frozen=True)
 class SamePrompts:
-    """The prompts of other texts. All are returned, whatever number or length is asked for."""
+    """The prompts of existing texts. All are returned, whatever count or length is asked for."""
 
     texts: Texts
 
@@ -56,7 +57,7 @@ FEATURES = datasets.Features(
 
 
 class Share(NamedTuple):
-    """Every `of`-th text, beginning with number `place`."""
+    """Every `of`-th text, beginning with number `place` (0-based)."""
 
     place: int
     of: int
@@ -70,28 +71,29 @@ Start = tuple[int, ...]  # the ids that texts of an encoder-decoder begin with
 
 
 def start_of(target: PreTrainedModel) -> Start | None:
-    """Return the ids that texts of the target begin with if it is an encoder-decoder, else None. Raises ValueError for
-    an encoder that reads features, and for a generation config that does not name these ids."""
+    """Return the token ids with which every decoder text begins if the target is an encoder-decoder, otherwise None.
+    Raises ValueError if its encoder reads features (audio, images), or if its generation config does not give these
+    ids."""
     limits = source_limits(target)
     if limits is None:
         return None
     if limits.features:
         raise ValueError(
-            f"target.path: {type(target).__name__} reads features; drafts are trained for encoders that read token ids"
+            f"target.path: the encoder of {type(target).__name__} reads features, not token ids: name another model"
         )
     if limits.start is None:
         raise ValueError(
-            f"target.path: the generation config of {type(target).__name__} names no "
-            "decoder_start_token_id, or leaves one of forced_decoder_ids open"
+            f"target.path: the ids that {type(target).__name__}'s decoder texts begin with are not known: in "
+            "generation_config.json set decoder_start_token_id, and replace null in forced_decoder_ids by an id"
         )
     return limits.start
 
 
 def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: Start | None = None) -> Texts:
-    """Return the prompts of a split with their completions in the user's logs, as many as `ask` wants. Longer prompts
-    than `ask` allows are left out, and longer completions are cut.
+    """Return the prompts of a split with their completions from the user's logs, as many as `ask` wants. Prompts that
+    are too long for `ask` are left out; completions that are too long are cut.
 
-    split: "train" or "held_out". seed: of the random choice. start: see `padded`. Raises ValueError if there is no such
+    split: "train" or "held_out". seed: of the random choice. start: see `padded`. Raises ValueError if no prompt has a
     completion.
     """
     rows = completed(chats, ask, split, seed)
@@ -99,7 +101,7 @@ def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: S
 
 
 def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> list[Row]:
-    """Return the rows of `logged`, with whole completions."""
+    """Return the rows of `logged`, with whole completions. Raises ValueError if no row has a completion."""
     rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
         raise ValueError(
@@ -112,19 +114,19 @@ def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> li
 
 @dataclass(frozen=True)
 class Sampled:
-    """Texts of the target. The shipped ones are used if they are what would be sampled here; otherwise texts are
-    sampled and stored. kind, in methods: "train" or "held_out", the split of the prompts.
+    """Texts of the target. The shipped texts are used if they were sampled with the same settings; otherwise texts are
+    sampled and stored. kind, in all methods: "train" or "held_out", the split of the prompts.
 
     Args:
         folder: where sampled sets are stored.
         ask: how much to sample.
-        rows: prompts that are continued at once.
-        source: what prompts are made from, by kind, see `sources.prompt_origin`.
-        by: a function that returns the sampler; None: this engine samples.
-        server: the server's model, as in the manifest of a set.
-        identity: that of the target, see `fingerprints.identity`; None: it is computed.
-        minutes: the run's budget, under which sets may have fewer texts.
-        seconds: the time for sampling a set, by kind.
+        rows: how many prompts are continued at once.
+        source: kind -> the origin of the prompts, see `sources.prompt_origin`.
+        by: a function that returns the sampler; None for this engine.
+        server: the server's URL, for the manifest of a set; None without a server.
+        identity: the target's fingerprint, see `fingerprints.identity`; None: it is computed.
+        minutes: the run's time limit, with which sets may have fewer texts; None without one.
+        seconds: kind -> the time for sampling one set.
     """
 
     target: PreTrainedModel
@@ -148,10 +150,10 @@ class Sampled:
         say: Say | None = None,
         part: Share = WHOLE,
     ) -> Texts:
-        """Return the texts of a regime, stored ones or, if there are none, sampled ones.
+        """Return the texts of a regime, which are sampled if they are not stored.
 
-        sampling: the regime. source: returns the prompts; it is called only if texts must be sampled. say: is called
-        with each line of progress. part: which of the texts.
+        sampling: the regime. source: returns the prompts; it is called only if texts must be sampled. say: a function
+        that receives each line of progress; None to print. part: which of the texts.
         """
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
@@ -170,11 +172,12 @@ class Sampled:
         part: Share = WHOLE,
         keep: bool = False,
     ) -> Path:
-        """Sample a set, store it, and return its path without an ending. If this is interrupted, the next call
+        """Sample a set, store it, and return its path without an extension. If a call is interrupted, the next call
         continues.
 
-        source: of the prompts. say: is called with each line of progress. part: which of the texts. keep: if the set is
-        stored already, nothing is sampled, and a stored set of other settings gets another name.
+        source: gives the prompts. say: a function that receives each line of progress; None to print. part: which of
+        the texts. keep: whether a set that is already stored is used instead; a stored set with other settings is then
+        renamed.
 
         Only the first of several processes samples; the others wait, and raise the errors of `ranks.awaited`. Raises
         UserError if all texts are empty.
@@ -212,7 +215,7 @@ class Sampled:
         if len(rows) < sampled:
             print(
                 f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: they are empty, or the server "
-                "sends no token ids and they do not survive decoding and encoding"
+                "sends no token ids and they change when they are decoded and encoded again"
             )
         ends = ends_of(self.target)
         empty = sum(ends.issuperset(row["completion"]) for row in rows)
@@ -223,13 +226,13 @@ class Sampled:
             print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
             raise UserError(
-                "rollout.url: each of the server's texts is empty, or does not survive decoding and encoding: look at "
-                "what it answers to one of the prompts, or use a server that sends token ids, such as vLLM"
+                "rollout.url: each of the server's texts is empty, or changes when it is decoded and encoded again: "
+                "look at its answer to one of the prompts, or use a server that sends token ids, such as vLLM"
             )
         if empty == len(rows):
             raise UserError(
                 f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
-                "first token; look at what it answers to one of the prompts"
+                "first token: look at the answer to one of the prompts, or name another model"
             )
         if keep and beside(path, "parquet").is_file():
             earlier = numbered(path, ".parquet")
@@ -272,7 +275,7 @@ class Sampled:
         return stored is not None and stored in (wanted, _whole(wanted))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
-        """Return how a stored set differs from the one that is asked for; None if no set is stored."""
+        """Return how a stored set differs from the wanted one; None if no set is stored at `path`."""
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
@@ -280,12 +283,12 @@ class Sampled:
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest of the complete set, which was sampled without a time limit."""
+    """Return the manifest for a complete set, which is the same as for a set without a time limit."""
     return {key: value for key, value in manifest.items() if key != "minutes"}
 
 
 def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
-    """Return `places` in turn over their domains: the first of each domain, then the second of each, and so on."""
+    """Return `places` with their domains in turn: the first of each domain, then the second of each, and so on."""
     count: Counter[str] = Counter()
     turns = []
     for domain, place in zip(domains, places, strict=True):
@@ -295,7 +298,7 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
 
 
 def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the part of a manifest that says how the set was sampled, without its results."""
+    """Return the entries of a manifest about how the set was sampled, without its results; None for None."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
@@ -304,19 +307,19 @@ def _digest(manifest: dict[str, object]) -> str:
 
 
 def regime(sampling: Sampling) -> dict[str, float]:
-    """Return the sampling settings of a set as they are in its manifest."""
+    """Return the sampling settings in the form in which a manifest stores them."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
-    """Return the file name of a set, without an ending: train_T1, held_out_T0.5_p0.9, train_T1_2of3."""
+    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
     cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)
 
 
 def beside(path: Path, ending: str) -> Path:
-    """Return the path with `.ending` appended. `Path.with_suffix` would replace the .5 of `held_out_T0.5`."""
+    """Return the path with `.ending` appended. `Path.with_suffix` would replace the .5 in `held_out_T0.5`."""
     return path.with_name(f"{path.name}.{ending}")
 
 
@@ -331,7 +334,7 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest in path.json, None if it or path.parquet is missing. Raises ValueError if it is broken."""
+    """Return the manifest in path.json, or None if it or path.parquet is missing. Raises ValueError if it is broken."""
     file = beside(path, "json")
     return read_json(file) if file.is_file() and beside(path, "parquet").is_file() else None
 
@@ -351,8 +354,8 @@ def read_rows(path: Path) -> datasets.Dataset:
 
 
 def padded(rows: Iterable[Mapping[str, Any]], start: Start | None = None) -> Texts:
-    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: the ids of `start_of`, for
-    an encoder-decoder. A row's prompt is then its source, and its text is `start` and the completion."""
+    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: from `start_of`, for an
+    encoder-decoder. A row's prompt is then its encoder input, and its text is `start` followed by the completion."""
     rows = list(rows)
     begins = [row["prompt"] if start is None else start for row in rows]
     ids = [

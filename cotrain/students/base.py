@@ -1,7 +1,7 @@
 """The interface of a draft while it trains: which states it reads, what it predicts, and which proposer serves it.
 
-B texts, T tokens of a text, D width of the target's states, V vocabulary, N predicted positions. Position t of a text
-predicts token t + 1 from tokens 0 .. t; its flat position is b * T + t.
+B texts, T tokens of a text, S tokens of an encoder input, D width of the target's states, V vocabulary, N predicted
+positions, n states. Position t of a text predicts token t + 1 from tokens 0 .. t; its flat position is b * T + t.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,11 +50,11 @@ SHAPE = ("width", "layers", "intermediate", "head_dim", "kv_heads")  # of draft.
 
 @dataclass(frozen=True)
 class Trials:
-    """Engines and prompts that a benchmark provides for `Student.calibrate`, before the draft is measured.
+    """The engines and prompts for `Student.calibrate`, before the draft is measured.
 
-    drafting: from a proposer to an engine that drafts with it at the longest draft length. plain: returns an engine
-    without a proposer. Both engines are compiled as they will be served.
-    prompts: token ids of prompts that no measurement uses. new_tokens: how many each prompt is continued by.
+    drafting: proposer -> an engine that drafts with it, at the longest draft length. plain: returns an engine without a
+    proposer. Both engines are compiled as they will be served.
+    prompts: token ids of prompts that no measurement uses. new_tokens: how many tokens are generated after each prompt.
     """
 
     drafting: Callable[[Proposer], Engine]
@@ -70,18 +70,17 @@ class Student(Protocol):
 
     network: the draft's model. target: its head, layers or embeddings may be shared with the draft.
     vocabulary: the number of ids that can have mass (None: all ids of the head).
-    reads: the layers of the target's states that the draft reads. LAST is always available, because losses read it.
+    reads: the layers whose states the draft reads from the target. LAST is always available, because losses read it.
     open_layers: whether draft.layers may be null. Measurements before training then choose the layers.
     calibrated: whether `calibrate` must run before the draft is measured.
-    rounds_target: whether it drafts with a quantised copy of the target, which needs a target that is not quantised.
+    rounds_target: whether it drafts with a quantised copy of the target. The target itself must then not be quantised.
     begins_with: other kinds whose folders init=pretrained accepts, because their weights have the same meaning.
-    fresh: tensors that those folders lack; they are initialised as for a new draft.
-    features: the layouts of feature drafts (`export.engines.FEATURES`) in which its folder is exported; () if there are
-    none.
+    fresh: names of tensors that may be missing in those folders; they are initialised as for a new draft.
+    features: the layouts (`export.engines.FEATURES`) in which a feature draft is exported; () for other kinds.
     parallel: whether one pass drafts all tokens of a round.
     sourced: whether it can draft for an encoder-decoder.
-    layouts: by serving engine that loads this kind, the module of cotrain/export that writes its files. None: every
-    engine loads it, in the plain Hugging Face layout.
+    layouts: serving engine -> the module in cotrain/export that writes this kind for it. None: every engine loads this
+    kind, in the plain Hugging Face layout.
     """
 
     kind: str
@@ -107,12 +106,12 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, as the settings `draft` and `init` describe it. Raises ValueError naming
-        the key to change."""
-        raise ValueError(f"draft.kind: {cls.kind} cannot be made from init={init.kind}")
+        """Return the network before training, as the settings `draft` and `init` describe it. Raises ValueError, which
+        names the key to change."""
+        raise ValueError(f"init={init.kind}: {cls.kind} drafts cannot begin in this way: set another init=")
 
     def of(self, network: PreTrainedModel) -> Self:
-        """Return the same student with another network, for example one whose weights are sharded, rounded, or cast for
+        """Return the same student with another network, for example with weights that are sharded, rounded, or cast for
         serving."""
         return type(self)(network, self.target, self.vocabulary)
 
@@ -121,52 +120,56 @@ class Student(Protocol):
         return None
 
     def keeps_apart(self) -> bool:
-        """Return whether attention stays within a text if several are packed into one row, see
+        """Return whether attention stays within a text if several texts are packed into one row, see
         `target_model.keeps_apart`. A student that reads texts only through the target returns True."""
         return True
 
     @property
     def known(self) -> Tensor:
-        """Return which ids the student can draft, (V,) bool."""
+        """Return (V,) bool: which ids the student can draft."""
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
         return torch.ones(size, dtype=torch.bool)
 
     @property
     def undecided(self) -> bool:
-        """Return whether `know` must still choose the tokens of the draft's vocabulary, although its other weights come
-        from a folder."""
+        """Return whether `know` must still choose the draft's vocabulary, although the other weights come from a
+        folder."""
         return False
 
     def pruned_to(self, ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-        """Return the part of a head that has finite logits. Return None if a token of the head can have no mass, as in
+        """Return the part of a head that has finite logits, or None if some of the head's ids must not be drafted, as
         the padding of a target's head.
-        ids (Vd,): the tokens of the head. head: from states (n, D) to logits (n, Vd). size: the number of ids that can
-        have mass."""
+
+        ids (Vd,): the ids of the head. head: states (n, D) -> logits (n, Vd). size: the number of ids that can be
+        drafted.
+        """
         if self.largest is None:
             self.largest = int(ids.max())
         return Pruned(ids, head, size) if self.largest < size else None
 
     def know(self, counts: Tensor) -> None:
-        """Choose the `draft.vocabulary` most frequent ids as the draft's vocabulary, in place. counts (V,): how often
+        """Choose the draft.vocabulary= most frequent ids as the draft's vocabulary, in place. counts (V,): how often
         each id occurs in the texts."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return the predictions for a batch: one guess for each depth 0, 1, ..., or a single guess of depth ANY.
 
-        batch: ids (B, T), temperature (B,) of the texts or (B, T) of their tokens, position_ids (B, T) if texts are
-        packed, and source (B, S) if they have sources, all on the CPU. A training step adds uniforms (B, T), for random
-        choices, and predicted (B, T-1), which says whether the loss counts the token after each position. A guess may
-        depend on the text before its round. From the round's first new token on, it may depend only on the drafts
-        before it. Those drafts are tokens of the text itself.
+        batch, all on the CPU: ids (B, T); temperature, (B,) for texts or (B, T) for tokens; position_ids (B, T) if
+        texts are packed; source (B, S) if the target has an encoder. A training step adds uniforms (B, T), for random
+        choices, and predicted (B, T-1) bool, whether the loss counts the token after each position. seen: the target's
+        states.
+
+        A guess may depend on the text before its round. From the round's first new token on, it may depend only on the
+        tokens drafted before it; in training these are the text's own tokens.
         """
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """Return the proposer that serves the network.
 
-        greedy: draft the most probable tokens. compile: whether to compile passes; None: only on a GPU, or as the
-        target's for kinds that read its states. int8: round weights to 8 bits, see `takes_int8`. Kinds that draft trees
-        (`Proposer.drafts_trees`) also take `shape`, the parents of the nodes.
+        greedy: draft the most probable tokens. compile: whether passes are compiled; None: on a GPU only, or like the
+        target for kinds that read its states. int8: round weights to 8 bits, see `takes_int8`. Kinds that draft trees
+        (`Proposer.drafts_trees`) also take `shape`, the parent of each node.
         """
 
     @classmethod
@@ -175,7 +178,8 @@ class Student(Protocol):
         return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Measure settings of the network's config on the prompts of `trials`, and return these settings by name."""
+        """Measure settings for the network's config on the prompts of `trials`, and return them by name; {} for most
+        kinds."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -190,7 +194,7 @@ class Student(Protocol):
 
 
 def student_class(kind: str) -> type[Student]:
-    """Return the class of a kind of draft. Raises ValueError for a kind that is not in KINDS."""
+    """Return the student class for a kind of draft. Raises ValueError for a kind that is not in KINDS."""
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is not one of {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
@@ -199,15 +203,17 @@ def student_class(kind: str) -> type[Student]:
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
-    """Raise ValueError if any of these settings of `draft` is set. keys: settings that the draft does not have with
-    this target or this init=."""
+    """Raise ValueError if any of the settings `keys` of `draft` is set. The draft does not have them with this target
+    or this init=."""
     for key in keys:
         if value := getattr(draft, key):
-            raise ValueError(f"draft.{key}={value}: {draft.kind} drafts do not have it here: set draft.{key}=null")
+            raise ValueError(
+                f"draft.{key}={value}: {draft.kind} drafts have none with this target or init=: set draft.{key}=null"
+            )
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:
-    """Raise ValueError unless there is one guess of depth ANY, or one for each depth 0, 1, ... in order."""
+    """Raise ValueError unless there is one guess of depth ANY, or one guess for each depth 0, 1, ... in order."""
     depths = [guess.depth for guess in guesses]
     if depths not in ([ANY], list(range(len(depths)))) or not depths:
         raise ValueError(

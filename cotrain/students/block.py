@@ -1,11 +1,11 @@
-"""A block draft, trained on blocks of masks that follow tokens of the text (DFlash, 2602.06036). The anchor of a block
-is the text's last token when the block's round begins.
+"""A block draft, trained on blocks of mask tokens that follow a token of the text (DFlash, 2602.06036). This token, the
+anchor, is the text's last token when the round of the block begins.
 
-A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess of depth j,
-made at mask j + 1, is at position m + j. All blocks of a text share the keys and values of the text's tokens. A
-training step reads only some of the blocks, and makes fewer guesses of later depths. The number of guesses is then
-about the number of tokens of the text, whatever K is. A Markov head reads the token before each guess. In training this
-is the text's own token, as if the previous draft had been accepted.
+A block with anchor m reads the target's states of tokens 0 .. m - 1 and the embedding of token m. Its guess at depth j
+(0-based) is made at mask token j + 1, and its position is m + j. All blocks of a text share the keys and values of the
+text's tokens. A training step reads only some of the blocks, and makes fewer guesses at later depths. The number of
+guesses is then about the number of tokens in the text, whatever K is. A Markov head reads the token before each guess.
+In training this is the text's own token, as if the previous draft had been accepted.
 
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
@@ -41,14 +41,14 @@ class BlockStudent(EagleStudent):
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
         """Return the number of layers, the attention within a block and the rank of the Markov head, as entries of the
-        network's config. None: not set."""
+        network's config. An entry is None if its setting is null."""
         causal = None if draft.mask is None else draft.mask == "causal"
         return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the sizes that draft.* sets, as entries of the network's config. If a size is null, there are as many
-        heads of keys as of queries, and the intermediate size is the target's."""
+        """Return the sizes in draft.*, as entries of the network's config. A null size gets its default: as many key
+        heads as query heads, and the target's intermediate size."""
         theirs = target.config.get_text_config()
         size = draft.head_dim or theirs.hidden_size // theirs.num_attention_heads
         heads, inner = draft.kv_heads or max(theirs.hidden_size // size, 1), draft.intermediate or inner_width(theirs)
@@ -58,10 +58,10 @@ class BlockStudent(EagleStudent):
     @classmethod
     @torch.no_grad()
     def copy_layers(cls, network: Any, target: PreTrainedModel, layers: list[int]) -> None:
-        """Copy the target's last norm into the network, in place. No layer is copied: the draft computes its keys from
-        the target's states, and the target's layers do not. New layers begin by passing on what they attend to. In one
-        trial of 400 steps without a report, this gave acceptance .46, and layers copied from the target gave .42.
-        layers: not used."""
+        """Copy the target's last norm into the network, in place. No layer is copied, because the draft computes its
+        keys from the target's states, unlike the target's layers. New layers begin by passing on what they attend to.
+        In one trial of 400 steps without a report, this gave acceptance .46, and layers copied from the target gave
+        .42. layers: not used."""
         for layer in network.layers:
             for part in (layer.self_attn.v_proj.weight, layer.self_attn.o_proj.weight):
                 part.copy_(torch.eye(*part.shape))
@@ -71,7 +71,7 @@ class BlockStudent(EagleStudent):
         """Return one guess for each depth.
 
         In a training step, which has `uniforms` (B, T), only some of the blocks with tokens to learn are read: every
-        `apart`-th one, from a random one on. Of the guesses of depth j, a random share KEEP ** j is made.
+        `apart`-th one, beginning at a random one. Only a random share KEEP ** j of the guesses at depth j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch), 1
@@ -101,9 +101,8 @@ class BlockStudent(EagleStudent):
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows and columns, (N,) each, of the blocks that make a guess of a depth. In these, the token
-        before the anchor is in the same text as the guess's position. anchors (S,): positions. texts (B, T): see
-        `segments`."""
+        """Return the rows and columns, (N,) each, of the blocks that make a guess at this depth: the token before the
+        anchor and the guess's position are in the same text. anchors (S,): positions. texts (B, T): see `segments`."""
         length = texts.shape[1]
         same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
         rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
@@ -112,8 +111,8 @@ class BlockStudent(EagleStudent):
     def _states(
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the states (B, S, K, H) of the masks of the blocks with these anchors (S,). ids, positions, texts (B,
-        T). context: keys and values of the text for each layer."""
+        """Return the states (B, S, K, H) of the mask tokens in the blocks with these anchors (S,). ids, positions,
+        texts (B, T). context: for each layer, the keys and values (B, T, G, D) of the text."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
@@ -137,10 +136,12 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Return attention for the queries of blocks. One softmax goes over the text's tokens that a block sees and over
-    the block's own queries.
+    """Return an attention function for the queries of blocks. Its softmax is over the text's tokens that a block sees
+    and over the block's own queries.
+
     keys, values (B, T, G, D): of the text's tokens. sees (B, S, T) bool: the tokens that each block sees. own (n, n)
-    bool: the queries that each query of a block sees. groups: query heads for each of the G heads."""
+    bool: the queries that each query of a block sees. groups: number of query heads per key head. scale: of the scores.
+    """
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

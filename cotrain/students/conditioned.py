@@ -18,8 +18,8 @@ from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, co
 
 
 class ConditionedStudent(IndependentStudent):
-    """Trains the draft that `inference.proposers.conditioned` serves: an independent draft whose states are
-    multiplied by a scale before the head reads them. The scale depends on the temperature, and is learnt at
+    """Trains the draft that `inference.proposers.conditioned` serves: an independent draft whose states are multiplied
+    by a scale before its head reads them. The scale depends on the temperature, and is learnt at
     draft.temperatures=."""
 
     kind = "conditioned"
@@ -28,8 +28,8 @@ class ConditionedStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network of an independent draft with a scale of 1, or with the learnt scale if draft.path is a
-        conditioned draft. Raises ValueError naming the key to change."""
+        """Return an independent draft's network with a scale of 1, or with the learnt scale if draft.path= is a
+        conditioned draft. Raises ValueError, which names the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != draft.temperatures:
@@ -48,8 +48,8 @@ class ConditionedStudent(IndependentStudent):
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale of the states: (B, 1, D) for a temperature of each text, (B,); (B, T, D) for one of each
-        token, (B, T)."""
+        """Return the scale of the states, for temperatures (B,) of texts: (B, 1, D), or for temperatures (B, T) of
+        tokens: (B, T, D)."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

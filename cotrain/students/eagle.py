@@ -1,12 +1,12 @@
-"""A feature draft (EAGLE-3, Li et al. 2025, 2503.01840), which trains as it drafts. The first draft of a round reads
-features of the target, and each later one also reads the draft's own outputs ("training-time test").
+"""A feature draft (EAGLE-3, Li et al. 2025, 2503.01840), which is trained in the way in which it drafts. The first
+draft of a round reads features of the target; each later one also reads the draft's own outputs ("training-time test").
 
 A pair joins the feature of a token and the embedding of the next token, see `inference.proposers.eagle`. A round whose
-first new token is m + 2 has the target's features of tokens 0 .. m. Its guess of depth j, at position m + 1 + j, is
-computed from the target's pairs 0 .. m and from j pairs of the draft. All rounds of a text, one for each m, are
+first new token is m + 2 has the target's features of tokens 0 .. m. Its guess at depth j (0-based), at position m + 1 +
+j, is computed from the target's pairs 0 .. m and from j pairs of the draft. All rounds of a text, one for each m, are
 computed together.
 
-B texts, T tokens, H width, n rounds of a text.
+B texts, T tokens, H width, V vocabulary, N guesses at a depth, n rounds of a text.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -46,8 +46,8 @@ JUDGED = 8  # evaluate at least this many depths, since served rounds may be lon
 
 
 class EagleStudent(Student):
-    """Trains the draft that `inference.proposers.eagle` serves. Raises ValueError for a missing target, and for a
-    network of another class."""
+    """Trains the draft that `inference.proposers.eagle` serves. Raises ValueError if there is no target, or if the
+    network has another class."""
 
     kind = "eagle"
     features: tuple[str, ...] = ("eagle3", "speculators")
@@ -71,11 +71,11 @@ class EagleStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training. Raises ValueError naming the key to change.
+        """Return the network before training. Raises ValueError, which names the key to change.
 
-        init=scratch: random weights. init=target_layers: the last of init.layers is copied, so that the draft reads the
-        target's highest features, and so are the target's norm and head. init=pretrained: the EAGLE-3 folder draft.path
-        is loaded.
+        init=scratch: random weights. init=target_layers: the target's norm and head are copied, and the last of
+        init.layers=, so that the draft reads the target's highest features. init=pretrained: the EAGLE-3 folder
+        draft.path= is loaded.
         """
         _refuse_settings(draft, target)
         if init.kind == "pretrained":
@@ -95,13 +95,14 @@ class EagleStudent(Student):
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
-        """Return the entries of the network's config that all kinds have that read the target's states."""
+        """Return the sizes and special ids of the draft, as entries of the network's config, for every kind that reads
+        the target's states."""
         return sizes_of(draft, target, init.kind == "target_layers")
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the entries of the network's config that only this kind has; None: not set in draft.*. Raises
-        ValueError naming the wrong key."""
+        """Return the entries of the network's config that only this kind has. An entry is None if its setting is null.
+        Raises ValueError, which names the wrong key."""
         return {}
 
     @classmethod
@@ -113,8 +114,9 @@ class EagleStudent(Student):
 
     @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
-        """Return the network of draft.path. A whole head is replaced by the nearest head of rank draft.head_rank.
-        Raises ValueError if the folder's vocabulary differs in size from draft.vocabulary, or its head in rank."""
+        """Return the network in draft.path=. If draft.head_rank= is set, a whole head is replaced by the nearest head
+        of this rank. Raises ValueError if the folder's vocabulary does not have draft.vocabulary= tokens, or if its
+        head has another rank."""
         network: EagleNetwork = pretrained_network(cls, draft, target)
         known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
@@ -134,7 +136,7 @@ class EagleStudent(Student):
         return network
 
     def refuse(self) -> None:
-        """Raise ValueError if the network was made for another width, or for layers that the target lacks."""
+        """Raise ValueError if the network was made for another width, or for layers that the target does not have."""
         self.network.fits(self.target, "draft")
 
     @property
@@ -151,8 +153,8 @@ class EagleStudent(Student):
         return self.pruned_to(network.known, network.lm_head, size) if network.pruned else None
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows of the target's head, in
-        place. counts (V,): of each id in the texts."""
+        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows from the target's head, in
+        place. counts (V,): how often each id occurs in the texts."""
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.largest = None
@@ -176,14 +178,14 @@ class EagleStudent(Student):
         return guesses
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Return the target's embeddings (B, n, H) of ids (B, n), in the draft's dtype."""
+        """Return the target's embeddings (B, n, H) for ids (B, n), in the draft's dtype."""
         with torch.no_grad():
             embedded: Tensor = self.target.get_input_embeddings()(sent(ids, self.network.device))
         return embedded.to(self.network.fc.weight.dtype)
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
-        """Return the guesses with the term of the Markov head, see `markov.after_tokens`; unchanged if the network has
-        no such head."""
+        """Return the guesses with the Markov head's term, see `markov.after_tokens`; unchanged if the network has no
+        Markov head. ids (B, T): the texts."""
         markov = self.network.markov_head
         if markov is None:
             return guesses
@@ -226,8 +228,9 @@ class EagleRounds:
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return the flat positions (N,) of the guesses of a depth, and the indices (N,), among B * (T-1-depth) rounds,
-        of the rounds that make these guesses: those whose drafts stay within their text. None: all rounds do."""
+        """Return two tensors for a depth (0-based). The first has the flat positions (N,) of its guesses. The second
+        has the indices (N,) of the rounds that make them, among the B * (T-1-depth) rounds; it is None if all rounds
+        do. A round makes a guess if the guess is in the round's own text."""
         T = self.text.shape[1]
         at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
         inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
@@ -235,17 +238,16 @@ class EagleRounds:
 
 
 def segments(position_ids: Tensor) -> Tensor:
-    """Return (B, T): the number, within its row, of the text that each token belongs to. position_ids (B, T): of packed
-    texts."""
+    """Return (B, T): the number of each token's text within its row. position_ids (B, T): positions of packed texts."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return pad(begins.cumsum(1), (1, 0))
 
 
 class RoundAttention:
-    """Attention of all rounds of a batch. At each depth, a round attends to the target's pairs before it and to the
-    pairs that it has drafted so far.
+    """Attention for all rounds of a batch. At each depth, a round attends to the target's pairs before it and to its
+    own pairs drafted so far.
 
-    groups: query heads for each head of keys. scale: of the scores.
+    groups: number of query heads per key head. scale: of the scores.
     """
 
     def __init__(self, groups: int, scale: float) -> None:
@@ -253,7 +255,7 @@ class RoundAttention:
         self.cache: list[tuple[Tensor, Tensor]] = []  # for each depth, keys and values (B, heads, n, D)
 
     def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention of a depth, a function of queries, keys and values (B, n, heads, D). sees (B, n, T-1)
+        """Return the attention at a depth, as a function of queries, keys and values (B, n, heads, D). sees (B, n, T-1)
         bool: the target's pairs that each round reads."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -264,12 +266,13 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Repeat each head of keys for all query heads of its group."""
+        """Return keys or values (B, key heads, n, D) with each head repeated for the query heads of its group, (B,
+        heads, n, D)."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Return the output for queries q (B, heads, n, D), with one softmax over the target's pairs and the round's
-        own."""
+        """Return the output (B, heads, n, D) for queries q (B, heads, n, D). Its softmax is over the target's pairs and
+        the round's own pairs. sees (B, n, T-1) bool: the target's pairs that each round reads."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
@@ -280,7 +283,7 @@ class RoundAttention:
 
 
 def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
-    """Raise ValueError if draft.depths is not set, or if draft.vocabulary or draft.head_rank exceeds the target's
+    """Raise ValueError if draft.depths is null, or if draft.vocabulary or draft.head_rank exceeds the target's
     sizes."""
     size = target.config.get_text_config().vocab_size
     if draft.depths is None:
@@ -292,21 +295,21 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a setting differs from the config of the network that draft.path holds. settings: by the name
-    of the config's entry; None: not set."""
+    """Raise ValueError if a setting differs from the config of the network in draft.path=. settings: name of the
+    config's entry -> value; None means not set."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
             own = ("causal" if own else "bidirectional") if name == "causal" else own
             raise ValueError(
-                f"draft.{key}={getattr(draft, key)}: draft.path={draft.path} has {own}, which cannot "
-                f"change: set draft.{key}={own}"
+                f"draft.{key}={getattr(draft, key)}: the weights in draft.path={draft.path} are for "
+                f"draft.{key}={own}: set draft.{key}={own}"
             )
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
     """Return sizes and special ids as entries of the network's config. like: whether the draft's layer has the shape of
-    the target's layers, or that of draft.*. Raises ValueError for a size that is null."""
+    the target's layers; otherwise draft.* gives its shape. Raises ValueError for a size that is null."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
         raise ValueError(
@@ -337,7 +340,8 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
 
 
 def inner_width(config: PretrainedConfig) -> int:
-    """Return the width inside a target's feed-forward layers; 4 times its width if the config does not state it."""
+    """Return the width inside a target's feed-forward layers, or 4 times the target's width if the config does not
+    state it."""
     widths = [getattr(config, key, None) for key in INNER_WIDTHS]
     return int(next((width for width in widths if width), 4 * config.hidden_size))
 
@@ -345,8 +349,9 @@ def inner_width(config: PretrainedConfig) -> int:
 @torch.no_grad()
 def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> Tensor:
     """Copy the last of the target's `layers` into the draft's `layer`, in place. If a projection of the draft's layer
-    has a wider input, the copied weights are its last columns, and its other columns are 0. Return the weight of the
-    first norm of the copied layer. Raises ValueError for a layer that the target lacks or that does not fit."""
+    has a wider input, the copied weights become its last columns, and its other columns become 0. Return the weight
+    (H,) of the copied layer's first norm. Raises ValueError for a layer that the target does not have, or that does not
+    fit."""
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
         raise ValueError(
@@ -371,7 +376,7 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
 @torch.no_grad()
 def copy_ends(network: FeatureNetwork, hidden_norm: nn.Module, norm: Tensor, target: PreTrainedModel) -> None:
     """Copy the target's last norm into the network, in place, and set `fc` so that it returns the highest features.
-    norm: the weight for `hidden_norm`, which scales these features."""
+    norm (H,): the weight for `hidden_norm`, which scales these features."""
     source, width = plain_tensors(target), network.config.hidden_size
     hidden_norm.get_parameter("weight").copy_(norm)
     network.fc.weight.zero_()[:, -width:] = torch.eye(width, device=network.fc.weight.device)

@@ -1,9 +1,10 @@
-"""An early exit while it trains. One pass computes all rounds of a text, one round from every token.
+"""An early exit while it trains. One pass computes all rounds of a text, one round for every token.
 
-A round reads the keys and values of its text from the target, and those of its drafts from the changed layers. A
-draft's distribution therefore depends on its depth. The pass has K + 1 copies of the text: one as the target reads it,
-and one for each depth. Column t of depth j belongs to the round whose anchor, the last token of its text, is token t -
-j. It attends to the target's keys before the anchor, and from the anchor on to one key of each depth 0 .. j.
+A round reads the keys and values of its text from the target, and those of its drafted tokens from the changed layers.
+So the distribution of a drafted token depends on its depth. The pass has K + 1 copies of the text: one as the target
+reads it, and one for each depth. The anchor of a round is the last token of its text. Column t of depth j belongs to
+the round with anchor t - j. It attends to the target's keys before the anchor, and from the anchor on to one key of
+each depth 0 .. j.
 
 B texts, T tokens, K depths, H heads, D size of a head.
 """
@@ -34,7 +35,7 @@ class EarlyExitStudent(Student):
     """Trains the draft that `inference.proposers.early_exit` serves. It makes one guess for each depth. At rank 0 only
     the norm differs from the target, so a single guess holds for all depths.
 
-    rounds: the text length and the model that `_with_rounds` has cached.
+    rounds: the text length and the model that `_with_rounds` has cached; None before the first use.
     """
 
     kind = "early_exit"
@@ -46,8 +47,8 @@ class EarlyExitStudent(Student):
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
-        the folder draft.path. If draft.layers is null, it is the last of `candidate_exits`, the largest draft. Raises
-        ValueError naming the key to change."""
+        the folder draft.path=. If draft.layers is null, it is the last of `candidate_exits`, which gives the largest
+        draft. Raises ValueError, which names the key to change."""
         if draft.depths is None:
             raise ValueError(
                 "draft.depths=null: set how many drafts per round the exit is trained for, for example draft.depths=4"
@@ -66,7 +67,7 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return the target up to the exit, with the exit's changed layers, as one model."""
+        """Return one model that consists of the target up to the exit, with the exit's changed layers."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
 
@@ -75,8 +76,8 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless the rank is 0, because the masks of training
-        rounds support no window."""
+        """Raise ValueError for a target with sliding windows, unless the rank is 0, because training rounds support no
+        window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config.rank)
 
@@ -94,8 +95,8 @@ class EarlyExitStudent(Student):
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
-        """Return the states (B, T, width) of each depth. ids, within (B, T): tokens, and their positions in their
-        texts."""
+        """Return a list with the states (B, T, width) of each depth. ids (B, T). within (B, T): each token's position
+        in its text."""
         copies, T = self.network.config.depths + 1, ids.shape[1]
         ids, within = (sent(one, self.model.device) for one in (ids, within))
         model = self._with_rounds(T)
@@ -108,8 +109,8 @@ class EarlyExitStudent(Student):
         return list(states.view(len(ids), copies, T, -1).unbind(1)[1:])
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
-        """Return the model that reads its first T columns as the target does, and all later ones with the exit's
-        changed layers. The model of the last T is cached."""
+        """Return a model that reads its first T columns as the target does, and all later ones with the exit's changed
+        layers. The model for the last T is cached."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attend_rounds)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -131,9 +132,9 @@ class EarlyExitStudent(Student):
 
 
 def candidate_exits(total: int) -> list[int]:
-    """Return the exits to choose from in a target of `total` decoder layers, as numbers of layers below the exit: one
-    after each layer but the last, or MOST that are evenly spread, if there are more. Raises ValueError for a target of
-    one layer."""
+    """Return the exits to choose from in a target with `total` decoder layers, as numbers of layers below the exit: one
+    exit after each layer except the last, or MOST evenly spread ones if there are more. Raises ValueError for a target
+    with one layer."""
     if total < 2:
         raise ValueError(
             "draft.layers=null: it chooses an exit before the target's last layer, but the target has one layer: set "
@@ -147,13 +148,14 @@ def candidate_exits(total: int) -> list[int]:
 def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
     if rank and sliding_window(target.config.get_text_config()):
         raise ValueError(
-            f"draft.kind: {type(target).__name__} has sliding windows, in which rounds cannot be trained: "
-            "set draft.rank=0"
+            f"draft.rank={rank}: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be "
+            "trained: set draft.rank=0"
         )
 
 
 def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return (B, T): each token's position in its own text. A row may hold several texts."""
+    """Return (B, T): each token's position in its own text. ids (B, T). position_ids (B, T) if rows are several packed
+    texts, else None."""
     every = torch.arange(ids.shape[1]).expand(ids.shape)
     if position_ids is None:
         return every
@@ -163,15 +165,15 @@ def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 def _visible(within: Tensor) -> Tensor:
-    """Return (B, T, T) bool: entry [b, t, s] says whether token s belongs to the text of token t, and s <= t. within
-    (B, T): each token's position in its text."""
+    """Return (B, T, T) bool: entry [b, t, s] is True if token s is in the text of token t, and s <= t. within (B, T):
+    each token's position in its text."""
     every = torch.arange(within.shape[1], device=within.device)
     back = every.unsqueeze(1) - every
     return (back >= 0) & (back <= within.unsqueeze(2))
 
 
 class _Copies(NamedTuple):
-    """The queries, keys and values of all copies of the text, each (B, H, K + 1, T, D)."""
+    """Queries, keys and values of all copies of the text, (B, H, K + 1, T, D) each."""
 
     q: Tensor
     k: Tensor
@@ -187,11 +189,11 @@ def attend_rounds(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output of all rounds (B, (K + 1) T, H, D), and None for the weights. transformers calls this
-    function in place of its own attention.
+    """Return the attention output of all rounds (B, (K + 1) T, H, D), and None for the attention weights. transformers
+    calls this function in place of its own attention.
 
-    query (B, H, (K + 1) T, D); key, value: the same, with fewer heads if several query heads share one. attention_mask
-    (B, 1, T, T) bool: see `_visible`. scaling: of the scores; None: D ** -0.5.
+    query (B, H, (K + 1) T, D). key, value (B, G, (K + 1) T, D), with G < H if several query heads share one.
+    attention_mask (B, 1, T, T) bool: see `_visible`. scaling: of the scores; None: D ** -0.5.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     copies = _Copies(
@@ -210,11 +212,11 @@ def attend_rounds(
 
 
 def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention output (B, H, T, D) of a depth. Each draft attends to the text before its round's anchor,
-    which is the last token of that text, and to one token of each depth up to its own.
+    """Return the attention output (B, H, T, D) of a depth (0-based). Each drafted token attends to the text before its
+    round's anchor (the last token of the round's text), and to one token of each depth up to its own.
 
-    before (B, 1, T, T) bool: whether a token is in that text. visible (B, 1, T, T) bool: see `_visible`; its diagonal
-    -i says at which positions the token i places earlier belongs to the same text.
+    before (B, 1, T, T) bool: True at the tokens before the anchor. visible (B, 1, T, T) bool: see `_visible`; its
+    diagonal -i says whether the token i positions earlier is in the same text.
     """
     q = copies.q[:, :, depth + 1]
     same_text = [_shift(visible.diagonal(-back, 2, 3), back, -1) for back in range(depth + 1)]
@@ -231,7 +233,7 @@ def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Ten
 
 
 def _shift(values: Tensor, count: int, dim: int) -> Tensor:
-    """Return `values` with `count` zeros inserted before them along `dim`."""
+    """Return `values` with `count` zeros inserted at the beginning of dimension `dim`."""
     shape = list(values.shape)
     shape[dim] = count
     return torch.cat([values.new_zeros(shape), values], dim)

@@ -1,11 +1,11 @@
-"""Draft heads on the target's last state, while they train. Medusa's heads read only that state; Hydra's heads also
-read the drafts before their own.
+"""Draft heads on the target's last hidden state, while they train. Medusa's heads read only this state. Hydra's heads
+also read the tokens that earlier heads drafted.
 
-The anchor of a round is the last token of its text. If the round's newest state is that of token m, its anchor is token
-m + 1, and its guess of depth j is at position m + 1 + j. All rounds of all texts are computed in one pass over the
-heads.
+The anchor of a round is the last token of its text. If the target's newest state in a round is that of token m, the
+anchor is token m + 1, and the guess at depth j (0-based) is at position m + 1 + j. All rounds of all texts are computed
+in one pass over the heads.
 
-B texts, T tokens, D width of the target's states, K heads.
+B texts, T tokens, D width of the target's states, K heads, R rounds, N guesses at a depth.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from inference.proposers import kind_of
 
 class MedusaStudent(Student):
     """Trains the Medusa heads that `inference.proposers.heads` serves (Cai et al. 2024, 2401.10774). Their logits come
-    from the target's own head, which is frozen. Raises ValueError for a missing target."""
+    from the target's own output head, which is frozen. Raises ValueError if there is no target."""
 
     kind = "medusa"
     sourced = True
@@ -46,8 +46,8 @@ class MedusaStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return untrained heads, which predict the same token as the target's head, or with init=pretrained the heads
-        in the folder draft.path. Raises ValueError naming the key to change."""
+        """Return untrained heads, which predict the same token as the target's output head, or with init=pretrained the
+        heads in the folder draft.path=. Raises ValueError, which names the key to change."""
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
             network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
@@ -84,10 +84,10 @@ class MedusaStudent(Student):
         return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return, for each depth, the states that the target's head reads: (B, R, D), one row for each round, R >=
-        T-1-depth.
+        """Return, for each depth, the states (B, R, D) that the target's output head reads, one row per round, with R
+        >= T-1-depth.
 
-        ids (B, T). newest (B, T-1, D): the target's newest state of each round. depths: how many depths to compute.
+        ids (B, T). newest (B, T-1, D): the target's newest state in each round. depths: how many depths to compute.
         """
         states: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(states.unflatten(1, newest.shape[:2]))
@@ -106,16 +106,20 @@ class MedusaStudent(Student):
 
 class HydraStudent(MedusaStudent):
     """Trains the Hydra heads that `inference.proposers.heads` serves (Ankner et al. 2024, 2402.05109). Each head reads
-    the target's last state, the anchor (the text's last token) and the drafts before its own. In training those drafts
-    are the tokens of the text."""
+    the target's last hidden state, the anchor (the text's last token) and the tokens drafted before its own. In
+    training these are the text's own tokens."""
 
     kind = "hydra"
     sourced = False
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return the states as in `MedusaStudent.head_states`. Heads read the tokens of their round one after the
-        other; token i of round m is token m + 1 + i of the text."""
+        """Return, for each depth, the states (B, R, D) that the target's output head reads, with R = T-1-depth rounds.
+        ids (B, T). newest (B, T-1, D): the target's newest state in each round. depths: how many depths to compute.
+
+        Heads read the tokens of their round one after the other; token i (0-based) of the round with newest state m is
+        token m + 1 + i of the text.
+        """
         network, states = self.network, []
         with torch.no_grad():
             embedded = self.target.get_input_embeddings()(sent(ids, newest.device)).to(newest.dtype)
@@ -132,7 +136,7 @@ class HydraStudent(MedusaStudent):
 
 
 class HeadRounds:
-    """The rounds of texts, one for each newest state m.
+    """The rounds of texts, one for each position m of the target's newest state.
 
     ids (B, T). position_ids (B, T): only if texts are packed; a round then drafts only tokens of its own text. heads:
     K. depths: the number of depths that at least one round has.
@@ -145,8 +149,8 @@ class HeadRounds:
         self.depths = min(heads, ids.shape[1] - 1)
 
     def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat positions (N,) of the guesses of a depth, and their states (N, D). states (B, R, D): one row
-        for each round, R >= T-1-depth."""
+        """Return the flat positions (N,) of the guesses at a depth (0-based), and their states (N, D). states (B, R,
+        D): one row per round, R >= T-1-depth."""
         gap = depth + 1
         inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
         return chosen(self.flat[:, gap:], inside), chosen(states[:, : self.flat.shape[1] - gap], inside)

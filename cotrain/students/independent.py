@@ -1,11 +1,13 @@
-"""An independent draft: a small causal LM that reads only the text and no states of the target.
+"""An independent draft: a small causal LM that reads only the text, and no states of the target.
 
-It starts with random weights (init=scratch), layers of the target (init=target_layers), or the weights of any Hugging
-Face model (init=pretrained). Drafts of other kinds start with a draft folder through `pretrained_network`.
+It begins with random weights (init=scratch), layers of the target (init=target_layers), or the weights of any Hugging
+Face model (init=pretrained). Drafts of other kinds begin with a draft folder through `pretrained_network`.
 
-For an encoder-decoder, init=target_layers gives a draft with some layers of the decoder. Its encoder is the target's,
-which is frozen and has read the source already, or a trainable copy of its first layers (draft.encoder_layers=). With
-init=scratch the draft has no encoder and reads the decoder's text alone.
+For an encoder-decoder, init=target_layers gives a draft with some of the decoder's layers. Its encoder is the target's,
+which is frozen and has already read the input, or a trainable copy of its first layers (draft.encoder_layers=). With
+init=scratch the draft has no encoder and reads only the decoder's text.
+
+B texts, T tokens, V vocabulary, D width of the draft's states.
 """
 
 import copy
@@ -87,7 +89,7 @@ class IndependentStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training. Raises ValueError naming the key to change."""
+        """Return the network before training. Raises ValueError, which names the key to change."""
         if init.kind == "scratch":
             network = scratch(target, *_sizes(draft))
         elif init.kind == "target_layers":
@@ -114,7 +116,7 @@ class IndependentStudent(Student):
 
     @property
     def small(self) -> SmallHead | None:
-        """Return the network's head if it is a small one (of a lower rank or a pruned vocabulary), else None."""
+        """Return the network's head if it is a small one (of low rank or with a pruned vocabulary), otherwise None."""
         head = self.network.get_output_embeddings()
         return head if isinstance(head, SmallHead) else None
 
@@ -138,8 +140,8 @@ class IndependentStudent(Student):
         return self.small is not None and self.small.undecided
 
     def know(self, counts: Tensor) -> None:
-        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows of the head that the draft
-        begins with, in place. counts (V,): of each id in the texts."""
+        """Choose the most frequent tokens as the draft's vocabulary, and copy their rows from the draft's initial head,
+        in place. counts (V,): how often each id occurs in the texts."""
         if self.small is not None and self.small.known is not None:
             top = counts[: self.vocabulary].topk(len(self.small.known)).indices
             self.largest = None
@@ -152,8 +154,8 @@ class IndependentStudent(Student):
         return [self.everywhere(self.read(batch["ids"], source=batch["source"], encoder=encoder))]
 
     def everywhere(self, states: Tensor, depth: int = ANY) -> Guess:
-        """Return the guess that the head makes at every position, from states (B, T, D). depth: of the guess; ANY: the
-        same at every depth."""
+        """Return the head's guess at every position, from states (B, T, D). depth: the guess's depth (0-based); ANY:
+        the same at every depth."""
         parameters = tuple(self.network.get_output_embeddings().parameters())
         return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
 
@@ -169,7 +171,7 @@ class IndependentStudent(Student):
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
-    """Return the sizes that `scratch` needs, in its order. Raises ValueError for a size that is null."""
+    """Return the arguments of `scratch` after the target, in order. Raises ValueError for a size that is null."""
     sizes = {key: getattr(draft, key) for key in SHAPE}
     for key, size in sizes.items():
         if size is None:
@@ -184,11 +186,12 @@ def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
 def scratch(
     target: PreTrainedModel, width: int, layers: int, intermediate: int, head_dim: int, kv_heads: int
 ) -> PreTrainedModel:
-    """Return a Llama of random weights with the target's vocabulary, context length, rotary settings and special ids.
+    """Return a Llama with random weights, and with the target's vocabulary, context length, rotary settings and special
+    ids.
 
-    width, intermediate, head_dim: of states, of feed-forward layers and of a head. kv_heads: number of heads of keys.
-    Rotary settings are dropped if they fit only one head size (lists of factors) or differ between layers. Raises
-    ValueError if head_dim does not divide width, or if kv_heads does not divide the number of heads.
+    width, intermediate, head_dim: width of the states, of feed-forward layers and of a head. kv_heads: number of key
+    heads. Rotary settings are left out if they fit only one head size (lists of factors) or differ between layers.
+    Raises ValueError if head_dim does not divide width, or if kv_heads does not divide the number of heads.
     """
     if width % head_dim:
         raise ValueError(f"draft.width={width}: it is not a multiple of draft.head_dim={head_dim}: change one of them")
@@ -219,11 +222,11 @@ def scratch(
 
 def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
     """Put the head that draft.vocabulary and draft.head_rank describe on the causal LM, in place, and return the model.
-    Without these settings it stays as it is.
+    It is unchanged if both are null.
 
-    rows (V, D): the whole head that the new one starts from, cut to the vocabulary and then decomposed. If they are not
-    as wide as the draft, the head starts at random. Raises ValueError naming the key for sizes that exceed the head's,
-    and for a folder with another small head; also the errors of `put_small_head`.
+    rows (V, D): the whole head from which the new one begins, cut to the vocabulary and then decomposed. If D is not
+    the draft's width, the head begins at random. Raises ValueError, which names the key, for sizes that exceed the
+    whole head's, and for a folder with another small head; also the errors of `put_small_head`.
     """
     config = network.config.get_text_config()
     refuse_sizes(draft, config.vocab_size, config.hidden_size)
@@ -249,7 +252,7 @@ def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> Pre
 
 
 def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
-    """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of a head, whose weight is (vocabulary,
+    """Raise ValueError if draft.vocabulary or draft.head_rank exceeds the sizes of the whole head's weight (vocabulary,
     width)."""
     if draft.vocabulary and draft.vocabulary > vocabulary:
         raise ValueError(
@@ -274,9 +277,9 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
     """Return a copy of the target in float32 with only some of its decoder layers, and with its embeddings, final norm
     and head (depth pruning).
 
-    layers: indices of decoder layers; negative ones count from the end. encoder_layers: for an encoder-decoder, the
-    number of its first encoder layers that are copied; None: all. Raises ValueError for a missing index, and for an
-    architecture whose layers are not named `layers.N`, `h.N` or `block.N`.
+    layers: indices of decoder layers (0-based); negative ones count from the end. encoder_layers: for an
+    encoder-decoder, how many of its first encoder layers are copied; None: all. Raises ValueError for an index that
+    does not exist, and for an architecture whose layers are not named `layers.N`, `h.N` or `block.N`.
     """
     total, encodes = layers_of(target.config), target.config.is_encoder_decoder
     if any(not -total <= layer < total for layer in layers) or not layers:
@@ -303,8 +306,8 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
         origin = name if stays else _renumber(name, chosen)
         if origin not in source or source[origin].shape != value.shape:
             raise ValueError(
-                f"init=target_layers: {name} of the draft would be copied from {origin}, which the target lacks or "
-                "has in another shape: set init=scratch"
+                f"init=target_layers: the target has no tensor {origin} with the shape of the draft's {name}: set "
+                "init=scratch"
             )
         state[name] = source[origin].to(value.dtype)
     draft.load_state_dict(state, assign=next(iter(state.values())).is_meta)
@@ -316,8 +319,9 @@ def from_layers(target: PreTrainedModel, layers: Sequence[int], encoder_layers: 
 
 
 def _shape_decoder(config: PretrainedConfig, layers: int, encoder_layers: int | None) -> None:
-    """Set the numbers of layers in an encoder-decoder's config, in place, and turn dropout off: a draft learns
-    distributions as they are. Raises ValueError unless the encoder has more than `encoder_layers` layers."""
+    """Set the numbers of decoder layers (`layers`) and encoder layers in an encoder-decoder's config, in place, and
+    turn dropout off. encoder_layers: None keeps the encoder's number. Raises ValueError if it is not less than this
+    number."""
     keys = next(keys for keys in LAYERS if getattr(config, keys[1], None))
     most = getattr(config, keys[0])
     if (
@@ -337,8 +341,8 @@ def _no_dropout(config: PretrainedConfig) -> dict[str, float]:
 
 
 def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the target's tensors by name. Weights that bitsandbytes has quantised are dequantised, and active adapters
-    are added to the weights."""
+    """Return the target's tensors by name. Weights that bitsandbytes has quantised are dequantised, and the changes of
+    active adapters are added to the weights."""
     state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
@@ -352,8 +356,8 @@ def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the changes of the active adapters added, under the names that they have without
-    adapters."""
+    """Return the tensors with the changes of the active adapters added, by the names that they have without adapters.
+    state: the target's tensors by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merged = {name.replace(".base_layer.", "."): value for name, value in state.items()}
@@ -376,21 +380,22 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 
 
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Return any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target lacks.
+    """Return any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target does not
+    have.
 
-    A model with fewer rows keeps them: siblings of a family are padded to different sizes, and the engine gives no mass
+    A model with fewer rows keeps them: models of one family are padded to different sizes, and the engine gives no mass
     to ids for which a draft has no row (see `refuse_fewer`). If the target is on the meta device, which stores no
-    weights, the model is too.
+    weights, the returned model is too.
 
-    Raises ValueError for a model with a small head or Markov head of more ids than the target has, for tensors that are
-    missing or not finite, for wrong ids of a pruned head, and for a model that the engine cannot run.
+    Raises ValueError for a model with a small head or Markov head for more ids than the target has, for tensors that
+    are missing or not finite, for wrong ids in a pruned head, and for a model that the engine cannot run.
     """
     theirs, config = target.config.get_text_config().vocab_size, _config(path)
     ours = config.get_text_config().vocab_size
     if ours > theirs and CausalLM.has_parts(config):
         raise ValueError(
-            f"draft.path={path}: its small head or Markov head is of {ours} ids, but the target has {theirs}: use this "
-            "draft with the target that it was made for"
+            f"draft.path={path}: its small head or Markov head has {ours} ids, but the target has {theirs}: set "
+            "target.path= to the target that this draft was made for"
         )
     options: dict[str, Any] = {}
     if config.is_encoder_decoder:
@@ -410,10 +415,14 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     )
     model, info = loaded
     if info["missing_keys"]:
-        raise ValueError(f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}")
+        raise ValueError(
+            f"draft.path={path}: tensors are missing: {', '.join(sorted(info['missing_keys']))}: name a complete model"
+        )
     if info["mismatched_keys"]:
         names = ", ".join(sorted(str(name) for name, *_ in info["mismatched_keys"]))
-        raise ValueError(f"draft.path={path}: shapes of tensors differ from those of its config.json: {names}")
+        raise ValueError(
+            f"draft.path={path}: its config.json is not for these weights: replace it; shapes differ in {names}"
+        )
     require_sound(model, f"draft.path={path}")
     if ours > theirs:
         model.resize_token_embeddings(theirs)
@@ -422,8 +431,8 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
-    """Raise ValueError if a draft has logits for fewer ids than its tokenizer has. ids: number of the tokenizer's ids.
-    where: the setting with which the message begins."""
+    """Raise ValueError if a draft has logits for fewer ids than its tokenizer has. ids: the number of the tokenizer's
+    ids. where: the beginning of the message, a setting."""
     if (rows := network.config.get_text_config().vocab_size) < ids:
         raise ValueError(
             f"{where}: the draft has logits for {rows} ids, but the tokenizer has {ids} ids: use a model of the "
@@ -432,7 +441,7 @@ def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
 
 
 def _config(path: str) -> PretrainedConfig:
-    """Return the config of a folder or hub id. Raises ValueError naming draft.path= if there is none."""
+    """Return the config of a model folder or hub id. Raises ValueError, which names draft.path, if there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
@@ -441,24 +450,25 @@ def _config(path: str) -> PretrainedConfig:
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
-    """Return the network of a kind with the weights in the folder draft.path, in float32. If the target is on the meta
-    device, the network is too.
+    """Return the network for a kind of draft with the weights in the folder draft.path=, in float32. If the target is
+    on the meta device, the network is too.
 
     The names and shapes of the folder's tensors are compared with its config.json before any tensor is read. Raises
-    ValueError, naming draft.path=, if it is not set, for a folder of another kind or for another size of target, and
+    ValueError, which names draft.path=, if it is null, for a folder of another kind or for a target of other sizes, and
     for tensors that are missing, superfluous, not finite or of other shapes than config.json says.
     """
     path = _checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
-        raise ValueError(f"{where}: no such folder; {student.kind} drafts begin with the weights of a draft folder")
+        raise ValueError(f"{where}: no such folder: with init=pretrained name the folder of a {student.kind} draft")
     network = _load(student, kind.network_class, Path(path), target.device)
     kind.fits(network, target, where)
     return network
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """Return draft.path. Raises ValueError if it is not set, or if its kind is none that `student` can begin with."""
+    """Return draft.path. Raises ValueError if it is null, or if a draft of its kind cannot be the beginning for
+    `student`."""
     path = draft.path
     if not path:
         raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name it with draft.path=")
@@ -466,20 +476,22 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     kinds = (student.kind, *student.begins_with)
     if metadata is not None and metadata.kind not in kinds:
         raise ValueError(
-            f"draft.path={path}: a draft of kind {metadata.kind}; draft={student.kind} begins with the "
-            f"weights of one of {', '.join(kinds)}"
+            f"draft.path={path}: a draft of kind {metadata.kind}, but draft={student.kind} can only begin with one of "
+            f"kind {', '.join(kinds)}: name such a folder, or set draft={metadata.kind}"
         )
     return path
 
 
 def _load(student: type[Student], network_class: Any, path: Path, device: torch.device) -> PreTrainedModel:
     """Return the network that the folder's config.json describes, with the folder's tensors. device: the target's; on
-    the meta device no tensors are read."""
+    the meta device no tensors are read. Raises ValueError for a wrong config.json or wrong tensors."""
     try:
         config = network_class.config_class.from_pretrained(path)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"draft.path={path}: {CONFIG} is not that of a {student.kind} draft: {reason}") from error
+        raise ValueError(
+            f"draft.path={path}: its {CONFIG} is not for a {student.kind} draft ({reason}): name a folder of this kind"
+        ) from error
     with torch.device("meta" if device.type == "meta" else "cpu"):
         network: PreTrainedModel = network_class(config)
     metadata, files = read(path).metadata, weight_files(path)
@@ -495,7 +507,7 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in safetensors files, by name. Reads only the headers."""
+    """Return the shapes of all tensors in safetensors files, by name. Only the headers are read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -505,7 +517,7 @@ def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
 
 def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
     """Return one sentence for each tensor whose name or shape differs between the network (`expected`) and the folder
-    (`stored`). optional: tensors that the folder may lack."""
+    (`stored`). optional: names of tensors that may be missing in the folder."""
     missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
     problems = [f"tensor {name} is missing" for name in sorted(missing)]
     problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]

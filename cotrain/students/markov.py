@@ -1,7 +1,8 @@
-"""Guesses of a draft with a Markov head, which adds to the logits a term that depends on the token before.
+"""Guesses of a draft with a Markov head. This head adds to the logits a term that depends on the token before the
+guess.
 
 The states of such a guess are joined with that token's row in the Markov head's first table; the guess's head reads
-both. N guesses, D width, r rank.
+both. B texts, T tokens, N guesses, n some of them, V vocabulary, Vd tokens of the Markov head.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,12 +18,10 @@ Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, 
 
 
 def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Columns) -> list[Guess]:
-    """Return the guesses with a term added to their logits, which the Markov head computes from the token before each
-    guess.
+    """Return the guesses with the Markov head's term added to their logits.
 
-    ids (B, T): the texts, on the CPU. The token before a guess is read from them, as if the round had accepted all its
-    earlier drafts.
-    spread: from the term (n, Vd) of the Markov head to columns (n, V), as the guesses' logits have them.
+    ids (B, T): the texts, on the CPU. The token before a guess is read from them, as if all earlier drafts of the round
+    had been accepted. spread: a function from the term (n, Vd) of the Markov head to logits (n, V).
     """
 
     def joined(guess: Guess) -> Guess:

@@ -1,11 +1,11 @@
-"""Drafts that predict all tokens of a round in one pass, at masks after the text: causal LMs (PARD) and feature drafts
-(P-EAGLE).
+"""Drafts that predict all tokens of a round in one pass, at mask tokens after the text: causal LMs (PARD) and feature
+drafts (P-EAGLE).
 
-The start of a round is a position of the text; the round's masks, at depths 1, 2, ..., follow it. A mask attends to the
-text up to its start, and to the masks of that start up to its own depth. One pass reads the masks of all rounds, after
-the T tokens of the text (An et al. 2025, 2504.18583).
+A start is a position of the text at which a round begins. The round's mask tokens, at depths 1, 2, ..., follow it. A
+mask token attends to the text up to its start, and to the mask tokens of the same start up to its own depth. One pass
+reads the mask tokens of all rounds, after the T tokens of the text (An et al. 2025, 2504.18583).
 
-B texts, T tokens, M masks of a text, L = T + M, H width, V vocabulary.
+B texts, T tokens, S starts, M mask tokens of a text, L = T + M, H width, V vocabulary.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,8 +40,8 @@ KEEP = 0.7  # in training, masks of depth j follow a share KEEP ** j of the star
 
 class ParallelStudent(IndependentStudent):
     """Trains the draft that `inference.proposers.parallel` serves (PARD: An et al. 2025, 2504.18583). It makes one
-    guess for each depth: depth 0 at the anchor, later depths at the masks after it. The network is a causal LM whose
-    config names the id of the mask and the number of depths."""
+    guess for each depth: depth 0 at the text's last token (the anchor), later depths at the mask tokens after it. The
+    network is a causal LM whose config has the id of the mask token and the number of depths."""
 
     kind = "parallel"
     sourced = False
@@ -57,8 +57,8 @@ class ParallelStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network of an independent draft, with the number of depths in its config, and with the Markov head
-        of draft.path or a new one of rank draft.markov. Raises the errors of `IndependentStudent.initial`, and
+        """Return an independent draft's network with the number of depths in its config, and with the Markov head in
+        draft.path= or a new one of rank draft.markov=. Raises the errors of `IndependentStudent.initial`, and
         ValueError for a network with sliding windows."""
         network = super().initial(draft, init, target)
         _refuse_window(network)
@@ -71,20 +71,19 @@ class ParallelStudent(IndependentStudent):
         return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raise the errors of `IndependentStudent.refuse`, and ValueError for a network that ignores our attention
-        mask."""
+        """Raise the errors of `IndependentStudent.refuse`, and ValueError for a network that ignores the given
+        attention mask."""
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
             raise ValueError(
-                f"draft: {type(self.network).__name__} ignores the attention mask of a parallel draft: "
-                "use another family, or draft=independent"
+                f"draft=parallel: {type(self.network).__name__} ignores the attention mask that is passed to it: use "
+                "a model of another family, or set draft=independent"
             )
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
-        """Return whether the states of the text under our attention mask equal those under the network's default
-        mask."""
+        """Return whether the network reads the text in the same way under the given attention mask as by default."""
         training = self.network.training
         self.network.eval()  # dropout would make any two passes differ
         ids = torch.arange(min(8, self.network.config.vocab_size), device=self.network.device).unsqueeze(0)
@@ -120,8 +119,8 @@ class ParallelStudent(IndependentStudent):
         return after_tokens(guesses, ids, markov, spread_of(self.network, size))
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
-        """Return the states (B, T + M, H) of the tokens, then of the masks. ids (B, T). position_ids (B, T): only if
-        texts are packed."""
+        """Return the states (B, T + M, H) of the text's tokens, then of the mask tokens. ids (B, T). position_ids (B,
+        T): only if texts are packed."""
         (rows, length), device = ids.shape, self.network.device
         positions = torch.arange(length).expand(rows, -1) if position_ids is None else position_ids
         texts = None if position_ids is None else sent(segments(positions), device)
@@ -151,14 +150,14 @@ class ParallelStudent(IndependentStudent):
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
         raise ValueError(
-            f"draft: {type(network).__name__} attends to the last {window} tokens only, but a parallel "
-            "draft needs its whole text: use another family, or draft=independent"
+            f"draft=parallel: {type(network).__name__} attends only to the last {window} tokens, but must read the "
+            "whole text: use a model of another family, or set draft=independent"
         )
 
 
 def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
-    """Put a Markov head of rank draft.markov on a network that has none, in place. Raises ValueError naming the key if
-    the head of draft.path has another rank, or other tokens than the draft's vocabulary."""
+    """Put a Markov head of rank draft.markov= on a network without one, in place. Raises ValueError, which names the
+    key, if the Markov head in draft.path= has another rank, or other tokens than the draft's vocabulary."""
     if own := markov_of(network):
         refuse_other(network, draft, {MARKOV: draft.markov})
         tokens = getattr(network.config, VOCABULARY, None) or network.config.get_text_config().vocab_size
@@ -176,11 +175,11 @@ def _with_markov_head(network: PreTrainedModel, draft: Draft) -> None:
 
 
 class PEagleStudent(EagleStudent):
-    """Trains the draft that `inference.proposers.p_eagle` serves (P-EAGLE, 2602.01469). Pairs are those of
-    `cotrain.students.eagle`.
+    """Trains the draft that `inference.proposers.p_eagle` serves (P-EAGLE, 2602.01469). Pairs are defined in
+    `cotrain.students.eagle`. A text has P = T - 1 pairs.
 
-    A round whose newest pair is m makes its guess of depth j at position m + 1 + j, from the target's pairs 0 .. m and
-    from the masks of start m at depths 1 .. j. A text has P = T - 1 pairs.
+    A round with newest pair m makes its guess at depth j (0-based) at position m + 1 + j, from the target's pairs 0 ..
+    m and from the mask tokens of start m at depths 1 .. j.
     """
 
     kind = "p_eagle"
@@ -219,11 +218,11 @@ class PEagleStudent(EagleStudent):
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the rank of the Markov head, as an entry of the network's config. None: not set."""
+        """Return the rank of the Markov head as an entry of the network's config; None if draft.markov is null."""
         return {"markov_rank": draft.markov}
 
     def _states(self, ids: Tensor, seen: Seen, rounds: EagleRounds, masks: "Masks") -> Tensor:
-        """Return the states (B, P + M, H) of the pairs, then of the masks, after the norm. ids (B, T)."""
+        """Return the states (B, P + M, H) of the pairs, then of the mask tokens, after the norm. ids (B, T)."""
         network, (rows, length) = self.network, ids.shape
         text, masks = sent(rounds.text[:, :-1], network.device), masks.to(network.device)
         ids = sent(ids, network.device)
@@ -250,7 +249,7 @@ class PEagleStudent(EagleStudent):
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
     """Return attention under a mask (B, 1, n, n) bool, as a function of queries, keys and values (B, n, heads, D).
-    groups: query heads for each head of keys."""
+    groups: number of query heads per key head. scale: of the scores."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
@@ -261,10 +260,10 @@ def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
-    """Set the id of the mask in the network's config, in place, unless it is set.
+    """Set the id of the mask token in the network's config, in place, unless it is set.
 
-    It is the first id past `vocabulary`, which no text holds; else the padding id, unless that ends a text; else the
-    last id, which texts rarely hold. vocabulary: the number of ids that can have mass.
+    It is the first id past `vocabulary`, which is in no text. Without such an id it is the padding id, unless this id
+    ends texts; else the last id, which is rare in texts. vocabulary: the number of ids that can have mass, or None.
     """
     config = network.config
     if getattr(config, MASK, None) is not None:
@@ -280,8 +279,8 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
 
 
 class Masks(NamedTuple):
-    """The masks of a text, in order of depth. start (M,): the position after which each follows. depth (M,): from 1
-    on."""
+    """The mask tokens of a text, in order of depth. start (M,): the position after which each follows. depth (M,):
+    1-based."""
 
     start: Tensor
     depth: Tensor
@@ -291,16 +290,16 @@ class Masks(NamedTuple):
 
     @property
     def position(self) -> Tensor:
-        """Return (M,): the position whose distribution each mask predicts."""
+        """Return (M,): the position whose distribution each mask token predicts."""
         return self.start + self.depth
 
 
 def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Masks:
-    """Return masks of depths 1 .. depths - 1 after each start, in order of depth, up to the end of a text of `length`
-    tokens.
+    """Return mask tokens at depths 1 .. depths - 1 after each start, in order of depth, up to the end of a text of
+    `length` tokens.
 
-    starts (S,): positions. u (length,): uniforms by position; a start has a mask of depth j only if u < keep ** j, so
-    that it also has all masks of lower depths (conditional drop of tokens). None: no masks are dropped.
+    starts (S,): positions. u (length,): uniforms by position. A start has a mask token of depth j only if u < keep **
+    j, and then also has those of lower depths (conditional drop of tokens). None: no mask tokens are dropped.
     """
     by_depth = []
     for depth in range(1, depths):
@@ -311,7 +310,7 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
 
 
 def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
-    """Return the starts (S,) of rounds, positions that lie `gap` before their anchors.
+    """Return the starts (S,) of rounds: positions `gap` before the anchor, which is the last token of the round's text.
 
     A training step (a batch with `uniforms`) has only starts whose anchor comes before a counted token in some text of
     the batch. Otherwise all positions are starts.
@@ -322,11 +321,11 @@ def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
 
 
 def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Return, for the masks of a depth in every row of ids (B, T), the flat positions (N,) that they predict, and their
-    flat indices (N,) among the B * M masks of the batch.
+    """Return two tensors for the mask tokens of one depth, in every row of ids (B, T): the flat positions (N,) that
+    they predict, and their flat indices (N,) among the B * M mask tokens of the batch.
 
-    texts (B, T): see `segments`; only if texts are packed. Masks whose round leaves its text are then left out. gap:
-    see `starts`.
+    texts (B, T): see `segments`; only if texts are packed. Mask tokens outside their round's text are then left out.
+    gap: see `starts`.
     """
     rows, column = torch.arange(len(ids)).unsqueeze(1), numbers(masks.depth == depth)
     position = masks.position[column] + gap
@@ -338,8 +337,8 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
 
 
 def mask_visibility(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
-    """Return the attention mask (B or 1, 1, L, L) bool. A token attends to tokens up to itself. A mask attends to
-    tokens up to its start, and to the masks of that start up to its own depth.
+    """Return an attention mask (B or 1, 1, L, L) bool. A token of the text attends to tokens up to itself. A mask token
+    attends to the text up to its start, and to the mask tokens of the same start up to its own depth.
 
     length: T. texts (B, T): see `segments`; only if texts are packed. No position then attends to another text.
     """

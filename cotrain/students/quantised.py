@@ -1,7 +1,7 @@
-"""Drafts with fewer bits. `quantised` drafts with the quantised target alone. `two_levels` verifies the tokens of a
-small draft with the quantised target, before the target verifies them. Neither kind is trained.
+"""Drafts with fewer bits. A `quantised` draft is the quantised target alone. In a `two_levels` draft, the quantised
+target verifies the tokens of a small draft before the target does. Neither kind is trained.
 
-This module also rounds the weights of other drafts, to train them as they will be served (quantisation-aware training)
+This module also rounds the weights of other drafts: to train them as they will be served (quantisation-aware training),
 and to measure the cost of rounding.
 """
 
@@ -33,7 +33,7 @@ BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
 
 
 class QuantisedStudent(Student):
-    """The student of the draft that `inference.proposers.quantised` serves. It is not trained."""
+    """The student for the draft that `inference.proposers.quantised` serves. It is not trained."""
 
     kind = "quantised"
     rounds_target = True
@@ -46,7 +46,7 @@ class QuantisedStudent(Student):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Raise ValueError, because this kind is not trained."""
-        raise ValueError(f"draft={self.kind} is not trained")
+        raise ValueError(f"draft={self.kind} is not trained: name another draft= to train one")
 
     def proposer(
         self,
@@ -62,8 +62,8 @@ class QuantisedStudent(Student):
 
 
 def bits_of(draft: Draft) -> str:
-    """Return the weight quantisation that draft.bits selects: "int8" or "nf4". Raises ValueError if draft.bits is not
-    set, or if the quantisation is not available here."""
+    """Return the weight quantisation that draft.bits selects: "int8" or "nf4". Raises ValueError if draft.bits is null,
+    or if the quantisation is not available here."""
     if draft.bits is None:
         raise ValueError(
             f"draft.bits=null: {draft.kind} drafts with the target in fewer bits: set the number of bits, for example "
@@ -79,8 +79,8 @@ QUANTISATIONS = ("none", "int8", "nf4")
 
 
 def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """Return a weight (out, in), in its own dtype, with its values rounded to those of a quantisation ("none", "int8"
-    or "nf4"), see `round_bits`. Raises ValueError for another quantisation."""
+    """Return a weight (out, in), in its own dtype, with its values rounded to a quantisation ("none", "int8" or "nf4"),
+    see `round_bits`. Raises ValueError for any other quantisation."""
     if quantisation == "none":
         return weight
     if quantisation in BITS:
@@ -90,10 +90,10 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 @torch.no_grad()
 def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """Return a copy of a draft whose projections, and in int8 also its head, are rounded as when served.
+    """Return a copy of a draft whose projections are rounded as when served. With int8 its head is rounded too.
 
-    In nf4 bitsandbytes does not round the head. Embeddings are never rounded, not even those that share their weights
-    with the head.
+    With nf4 bitsandbytes does not round the head. Embeddings are never rounded, even if they share their weights with
+    the head.
     """
     network = copy.deepcopy(draft)
     for weight in draft_projections(network).values():
@@ -105,20 +105,21 @@ def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def draft_projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of the draft's linear layers by name, without those of the head and of the Markov head."""
+    """Return the weights of the draft's linear layers by name, except the head's and the Markov head's."""
     heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
     return {name: module.weight for name, module in linear if id(module) not in heads}
 
 
 def _heads(draft: PreTrainedModel) -> list[nn.Linear]:
-    """Return the linear layers of the head and of the Markov head, which serving does not round as projections."""
+    """Return the linear layers in the head and the Markov head, which serving does not round like projections."""
     return [*linears(draft.get_output_embeddings()), *linears(markov_of(draft))]
 
 
 def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> None:
-    """Raise ValueError, beginning with `key`, for a draft with matrices outside of `nn.Linear`, such as those of GPT-2
-    or fused experts. They would not be rounded here, while a serving engine rounds or rejects them."""
+    """Raise ValueError for a draft with matrices outside of `nn.Linear`, for example GPT-2's or fused experts. They
+    would not be rounded here, while a serving engine rounds or rejects them. key: the beginning of the message, a
+    setting."""
     known = {id(weight) for weight in draft_projections(draft).values()}
     known |= {id(module.weight) for module in draft.modules() if isinstance(module, nn.Embedding)}
     known |= {id(part.weight) for part in _heads(draft)}
@@ -131,9 +132,9 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
 
 
 class TwoLevelsStudent(Student):
-    """The student of the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
-    small draft; the entry `two_levels` of the network's config has the bits and the number of drafts of an inner
-    round."""
+    """The student for the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
+    small draft. The entry `two_levels` of the network's config has the quantisation of the target, and how many tokens
+    the small draft drafts in an inner round."""
 
     kind = "two_levels"
     rounds_target = True
@@ -141,7 +142,7 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft of draft.path. Raises ValueError if its kind is not independent, and the errors of
+        """Return the small draft in draft.path=. Raises ValueError if its kind is not independent, and the errors of
         `bits_of` and `causal_lm`."""
         bits = bits_of(draft)
         if draft.inner is None:
@@ -161,8 +162,8 @@ class TwoLevelsStudent(Student):
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Return the proposer, which drafts chains and no trees. int8: whether the weights of the small draft are
-        rounded to 8 bits."""
+        """Return the proposer, which drafts chains and no trees. int8: whether the small draft's weights are rounded to
+        8 bits."""
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy, compile=compile)
@@ -171,8 +172,7 @@ class TwoLevelsStudent(Student):
 
 
 def _refuse_kind(path: str) -> None:
-    """Raise ValueError if a draft folder is not of kind independent. A folder without metadata counts as a causal
-    LM."""
+    """Raise ValueError if a draft folder's kind is not independent. A folder without metadata counts as independent."""
     try:
         kind = read(path).kind if Path(path).is_dir() else DEFAULT
     except FileNotFoundError as error:

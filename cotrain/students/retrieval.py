@@ -1,4 +1,4 @@
-"""Drafts that look tokens up, either alone (`retrieval`, which is not trained) or together with a model (`hybrid`)."""
+"""Drafts that look up tokens, alone (`retrieval`, which is not trained) or together with a draft model (`hybrid`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
 
 
 class RetrievalStudent(Student):
-    """The student of the draft that `inference.proposers.retrieval` serves. It is not trained."""
+    """The student for the draft that `inference.proposers.retrieval` serves. It is not trained."""
 
     kind = "retrieval"
     sourced = True
@@ -33,15 +33,15 @@ class RetrievalStudent(Student):
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Raise ValueError, because this kind is not trained."""
-        raise ValueError("draft=retrieval is not trained")
+        raise ValueError("draft=retrieval is not trained: name another draft= to train one")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
         return Retrieval.of_settings(self.network.config.lookup)
 
 
 def lookup(draft: Draft) -> dict[str, Any]:
-    """Return the look-up settings of `draft`, for the network's config. Raises ValueError if draft.datastore is a
-    folder without a datastore."""
+    """Return the look-up settings in `draft`, as an entry of the network's config. Raises ValueError if
+    draft.datastore= has no datastore."""
     folder = str(Path(draft.datastore).resolve()) if draft.datastore else None
     settings = {"datastore": folder, "shortest": draft.shortest}
     try:
@@ -53,8 +53,8 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 class HybridStudent(IndependentStudent):
     """Trains the draft that `inference.proposers.hybrid` serves, as an independent draft. The entry `lookup` of its
-    network's config has the settings of look-up and, after `calibrate`, those of the choice between look-up and
-    model."""
+    network's config has the settings of look-up and, after `calibrate`, the settings for the choice between look-up and
+    draft model."""
 
     kind = "hybrid"
     sourced = False
@@ -79,8 +79,8 @@ class HybridStudent(IndependentStudent):
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Return the look-up settings with a gate, the figures by which each round chooses between look-up and model,
-        measured for the model of `proposer`."""
+        """Return the look-up settings with a gate, measured for the draft model in `proposer`. The gate has the figures
+        by which each round chooses between look-up and the draft model."""
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)

@@ -1,7 +1,9 @@
-"""Caches of the target's states: in memory by text key, and on disk by the text's ids, for later runs.
+"""Caches for the target's states: in memory by text key, and on disk by the text's ids, for later runs.
 
-Both store records (states by layer) in the target's own dtype, so training from a cache equals training from the live
-target. B texts, T tokens.
+Both store records (states by layer) in the target's own dtype, so training from a cache equals training with the live
+target.
+
+N texts in all, B texts of a batch, T tokens, S tokens of an encoder input, D width.
 """
 
 import hashlib
@@ -28,10 +30,10 @@ Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without
 
 
 class MemoryCache:
-    """A cache in main memory that reads each text once.
+    """A cache in main memory, with which each text is read once.
 
-    read: from ids (B, T) to a record, states (B, T, D) by layer. limit: bytes to store. Texts that do not fit are read
-    every time.
+    read: ids (B, T) -> record, states (B, T, D) by layer. limit: bytes to store. Texts that do not fit are read every
+    time.
     """
 
     def __init__(self, read: Reader, limit: int) -> None:
@@ -47,11 +49,11 @@ class MemoryCache:
         progress: Callable[[int, int], None] | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Read and store texts until the memory is full. A pass over a whole batch of texts takes less time than later
-        passes over the few that are missing.
+        """Read and store texts until the memory is full. A pass over a whole batch takes less time than later passes
+        over a few missing texts.
 
-        ids (N, T), keys (N,), source (N, S): as in a call. batch: texts of a pass. progress: called with the number of
-        texts done and N.
+        ids (N, T), keys (N,), source (N, S): see `__call__`. batch: texts per pass. progress: a function that is called
+        with the number of texts done and N.
         """
         for start in range(0, len(ids), batch):
             if progress:
@@ -72,14 +74,14 @@ class MemoryCache:
     ) -> Record:
         """Return the states of texts by layer, (B, T, D).
 
-        ids (B, T). keys (B,): the number of each text; it stands for the same ids and the same source in every call.
-        position_ids (B, T): only if texts are packed. source (B, S): only if texts have sources.
+        ids (B, T). keys (B,): the number of each text. A number must stand for the same ids and the same encoder input
+        in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target has an encoder.
         """
         return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
 
     def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
-        """Return the names of the texts' records. Evict their records at other padded lengths, since these are not used
-        again."""
+        """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
+        None. Records of these texts at other padded lengths are evicted, since they are not used again."""
         width = ids.shape[1], 0 if source is None else source.shape[1]
         numbers = keys.tolist()
         for key in numbers:
@@ -113,13 +115,13 @@ class MemoryCache:
 
 
 def rows_of(record: Record) -> list[Record]:
-    """Return the records of single texts, states (T, D) by layer, in a record of B texts."""
+    """Return a record of B texts as one record per text, states (T, D) by layer."""
     rows = zip(*(values.unbind() for values in record.values()), strict=True)
     return [dict(zip(record, row, strict=True)) for row in rows]
 
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
-    """Return the record of B texts, on a device, from the records of single texts. This is the inverse of `rows_of`."""
+    """Return records of single texts as the record of B texts, on a device. This is the inverse of `rows_of`."""
     return {part: sent(torch.stack([row[part] for row in records]), device) for part in records[0]}
 
 
@@ -129,14 +131,14 @@ def nbytes(record: Record) -> int:
 
 
 class DiskCache:
-    """A cache in `folder`, so that runs over the same texts read them once.
+    """A cache in `folder`, with which several runs over the same texts read them once.
 
-    A shard file has the texts of one pass. Each text is stored under a digest of its ids, so that a later run finds it
-    whatever its batches are. The states of the last layer have the digest as name; other entries append the layer. The
-    file `MANIFEST` identifies the target.
+    A shard is a file with the texts of one pass. Each text is stored under a digest of its ids, so a later run finds it
+    whatever its batches are. The digest is the name of the last layer's states; entries of other layers append the
+    layer. The file `MANIFEST` identifies the target.
 
-    read: from ids (B, T) to a record, states (B, T, D) by layer. maker: what identifies the target and its tokenizer
-    (JSON values). layers: those that a record has. Raises ValueError naming trainer.cache if the folder belongs to
+    read: ids (B, T) -> record, states (B, T, D) by layer. maker: JSON values that identify the target and its
+    tokenizer. layers: the layers in a record. Raises ValueError, which names trainer.cache, if the folder belongs to
     another target or tokenizer.
     """
 
@@ -158,7 +160,7 @@ class DiskCache:
             self.shards |= dict.fromkeys(_entries(shard), shard)
 
     def estimate(self, texts: int, each: int) -> str:
-        """Return a line for the user about the disk space that the texts need. each: bytes of a text. Raises OSError
+        """Return a line for the user about the disk space that the texts need. each: bytes per text. Raises OSError
         with this line if the disk has less."""
         free, need = shutil.disk_usage(self.folder).free, texts * each
         line = f"trainer.cache={self.folder}: {need / 2**30:.2f} GiB for {texts} texts, {free / 2**30:.2f} GiB are free"
@@ -168,8 +170,8 @@ class DiskCache:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        """Return the states of texts ids (B, T) by layer, (B, T, D). Texts that are missing, or whose shard is damaged,
-        are read from the target and stored."""
+        """Return the states for texts ids (B, T) by layer, (B, T, D). Texts that are missing, or whose shard is
+        damaged, are read from the target and stored. position_ids (B, T), source (B, S): see `MemoryCache`."""
         inputs = (ids, position_ids, source)
         names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
@@ -194,7 +196,7 @@ class DiskCache:
         return record
 
     def _tensor(self, entry: str) -> Tensor | None:
-        """Return the states of an entry, or None if it is missing or damaged. Delete a damaged shard."""
+        """Return the states of an entry, or None if it is missing or damaged. A damaged shard is deleted."""
         if entry not in self.shards:
             return None
         try:
@@ -227,12 +229,12 @@ class DiskCache:
 
 
 def _entry(name: str, layer: int) -> str:
-    """Return the name of a text's states after a layer, in a shard. name: digest of the text."""
+    """Return the name, in a shard, of a text's states after a layer. name: digest of the text."""
     return name if layer == LAST else f"{name} {layer}"
 
 
 def _entries(shard: Path) -> list[str]:
-    """Return the entries of a shard; [] if the file is damaged."""
+    """Return the names of all entries in a shard; [] if the file is damaged."""
     try:
         with safe_open(shard, "pt") as tensors:
             return [name for name in tensors.keys() if not name.endswith(SUM)]

@@ -22,7 +22,7 @@ REMEMBERED, ON_GPU = 2**28, 8
 
 @dataclass(frozen=True)
 class FromStates:
-    """Distributions computed with the target's head from its last states (B, T, D). trained: whether losses have
+    """Distributions that the target's head computes from its last states (B, T, D). trained: whether losses have
     gradients in the states."""
 
     states: Tensor
@@ -35,8 +35,8 @@ class FromStates:
 
 
 def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
-    """Return (n, Vd + 1): the log-probabilities of ids (Vd,) and, in the last column, of all other tokens together.
-    logs (n, V): log-probabilities."""
+    """Return (n, Vd + 1): the log-probabilities of the tokens ids (Vd,) and, in the last column, of all other tokens
+    together. logs (n, V): log-probabilities."""
     inside = logs[:, ids]
     mass = 1 - inside.exp().sum(-1, keepdim=True)
     some = mass > 0  # the gradient of log 0 would be NaN
@@ -47,8 +47,8 @@ def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
 class Remembered:
     """Distributions at some positions of a batch, computed once for all of its guesses.
 
-    values (n, C): log p as served. row (B * T,), on the CPU: for each flat position its row in `values`; n, which is no
-    row, for positions without one.
+    values (n, C): log p as served. row (B * T,), on the CPU: for each flat position its row in `values`, or n, which is
+    no row, for a position without one.
     """
 
     values: Tensor
@@ -68,11 +68,12 @@ def remembered(
     truncate: Truncate | None,
     chunk: int,
 ) -> TargetDistributions:
-    """Return the target's distributions, computed once, at the positions of mask (B, T) bool that have at least one
-    guess. Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times as many), or
-    if they need a gradient.
+    """Return the target's distributions, computed once, at the positions where `mask` (B, T) bool is True and at least
+    one guess is made. Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times
+    as many), or if they need a gradient.
 
-    Either all guesses are pruned to the same ids, or none is pruned. temperature, truncate, chunk: as in `chunked`.
+    Either all guesses are pruned to the same ids, or none is pruned. temperature: a number, (B,) or (B, T). truncate,
+    chunk: see `chunked`.
     """
     if not isinstance(target, FromStates) or target.trained:
         return target

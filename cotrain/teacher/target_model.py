@@ -1,4 +1,7 @@
-"""The frozen target as a teacher: loaded in the precision that is served, and split into a body and a head."""
+"""The frozen target as a teacher: loaded in the precision in which it is served, and split into a body and a head.
+
+B texts, T tokens, S tokens of an encoder input, D width, V vocabulary, n positions.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +50,8 @@ ENCODER = -2  # layer number of the encoder's states (B, S, D), whose columns pa
 class Seen:
     """The target's states for a batch of texts, as a student may read them.
 
-    states: by layer, (B, T, D). Layer 0 is the embeddings, layer i the residual stream after i decoder layers, LAST the
-    input of the head, and ENCODER the encoder's states of the sources (B, S, D).
+    states: layer -> (B, T, D). Layer 0 is the embeddings, layer i the residual stream after i decoder layers, and LAST
+    the input of the head. ENCODER is the encoder's states (B, S, D).
     """
 
     states: Mapping[int, Tensor]
@@ -61,12 +64,13 @@ def load_target(
     trust_remote_code: bool = False,
     adapter: str | None = None,
 ) -> PreTrainedModel:
-    """Return a frozen target from a folder or hub id, read from safetensors files only, on the GPU if there is one.
+    """Return a frozen target from a folder or hub id, read only from safetensors files, on the GPU if there is one.
 
-    quantisation: of the weights, "none" to leave them as they are. A quantised checkpoint stays quantised.
-    dtype: "auto" means the checkpoint's dtype, or float32 if `widened` replaces it.
-    adapter: a PEFT folder, see `adapted`.
-    Raises ValueError for an unknown quantisation, a quantisation of a checkpoint that is quantised already, and weights
+    quantisation: of the weights; "none" leaves them unchanged. A quantised checkpoint stays quantised.
+    dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it (`widened`).
+    adapter: a PEFT folder, see `adapted`, or None.
+
+    Raises ValueError for an unknown quantisation, for a second quantisation of a quantised checkpoint, and for weights
     that are missing or not finite; also the errors of `adapted`.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -82,10 +86,14 @@ def load_target(
     )
     model, info = loaded
     if info["missing_keys"]:
-        raise ValueError(f"target.path: {path} lacks weights: {', '.join(sorted(info['missing_keys']))}")
+        raise ValueError(
+            f"target.path: {path} is incomplete, name a whole one: missing {', '.join(sorted(info['missing_keys']))}"
+        )
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
-            raise ValueError(f"target.path: {path} has NaN or infinite weights in {name}")
+            raise ValueError(
+                f"target.path: {path} has NaN or infinite weights in {name}: name another, or set target.dtype=float32"
+            )
     unpack(model)
     own = model.dtype
     if dtype == "auto" and widened(model).dtype != own:
@@ -99,11 +107,11 @@ def load_target(
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the target with a PEFT adapter, as it is served: merged into the weights, or separate if these are
+    """Return the target with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
     quantised.
 
-    adapter: its folder. Raises ValueError if peft is not installed, and for a folder that has no adapter of this
-    target.
+    adapter: the adapter's folder. Raises ValueError if peft is not installed, and for a folder without an adapter for
+    this target.
     """
     try:
         from peft import PeftModel
@@ -122,10 +130,10 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 def load_config(
     path: str, trust_remote_code: bool = False, key: str = "target.path"
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Return the config and the tokenizer of a model, without reading its weights. path: a folder, a hub id, or
-    "bundled" for the target that ships with this package.
+    """Return a model's config and tokenizer, without reading its weights. path: a folder, a hub id, or "bundled" for
+    the target that ships with this package.
 
-    Raises ValueError or OSError, naming the key or file, for a missing model or tokenizer.
+    Raises ValueError or OSError, which names the key or file, for a missing model or tokenizer.
     """
     tokenizer = load_words(path, trust_remote_code, key)
     folder = Path(resolve(path))
@@ -145,7 +153,7 @@ def load_config(
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
-    """Return the tokenizer of a model. Arguments and errors as in `load_config`."""
+    """Return a model's tokenizer. Arguments and errors: see `load_config`."""
     folder = resolve(path, key)
     if Path(folder).is_dir():
         try:
@@ -163,7 +171,9 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
     else:
         tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
     if tokenizer is None:
-        raise ValueError(f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json)")
+        raise ValueError(
+            f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json): copy the model's into it"
+        )
     return tokenizer
 
 
@@ -178,7 +188,7 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
 
 
 def unavailable(error: Exception) -> str:
-    """Return in words why a model of the hub could not be read. error: what transformers raised."""
+    """Return, in words, why a model on the hub could not be read. error: the exception from transformers."""
     if constants.HF_HUB_OFFLINE:
         return "the hub cannot be reached, nor is the model in its cache: give an existing folder"
     return f"the hub has no such model: {str(error).strip().splitlines()[0]}"
@@ -191,8 +201,9 @@ def load_pair(
     trust_remote_code: bool = False,
     adapter: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return target and tokenizer. Arguments as in `load_target`; the path "bundled" is the target that ships with this
-    package. Raises the errors of `load_config` and `load_target`, and those of `weight_files` for damaged files."""
+    """Return the target and its tokenizer. Arguments: see `load_target`; path="bundled" is the target that ships with
+    this package. Raises the errors of `load_config` and `load_target`, and those of `weight_files` for damaged
+    files."""
     folder = resolve(path)
     if Path(folder).is_dir():
         weight_files(Path(folder))
@@ -202,12 +213,13 @@ def load_pair(
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
     """Return the two parts of a model: a body, ids (B, T) -> hidden states (B, T, D), and a head, states (..., D) ->
-    logits (..., V). Raises ValueError for a head that does more than project, cap or scale: the logits of both parts
-    are compared with the model's own on a few ids.
+    logits (..., V). Raises ValueError if the head does more than project, cap or scale. This is tested on a few ids:
+    the logits of both parts together must equal the model's own.
 
     The body also takes position_ids (B, T). A text begins at each position id that does not follow the one before it,
     and attention stays within a text, see `keeps_apart`.
-    vocabulary: V, the number of ids that can have mass; later rows of the head are padding (None: all ids).
+
+    vocabulary: V, the number of ids that can have mass; later rows of the head are padding. None: all ids.
     """
     hidden, logits = halves(model, vocabulary)
     _compare(model, hidden, logits)
@@ -216,7 +228,7 @@ def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, 
 
 @torch.no_grad()
 def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
-    """Raise ValueError if body and head give other logits than the model."""
+    """Raise ValueError if body and head together give other logits than the model."""
     training = model.training
     model.eval()  # dropout would make any two passes differ
     ids = torch.arange(min(8, model.config.get_text_config().vocab_size), device=model.device).unsqueeze(0)
@@ -227,13 +239,14 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
     model.train(training)
     if not torch.allclose(halves, whole, rtol=1e-2, atol=1e-2):
         raise ValueError(
-            f"{type(model).__name__}: its head does more than a projection, so it cannot be computed in chunks"
+            f"{type(model).__name__}: its head does more than a projection, so losses cannot be computed in chunks: "
+            "use a model of another family"
         )
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Return the two parts of a model as `split` does, without comparing them with the model. For a model that has
-    passed the comparison."""
+    """Return the two parts of a model as `split` does, without comparing their logits with the model's. For a model
+    that has passed the comparison."""
     head = head_of(model)
 
     def decoded(
@@ -253,8 +266,8 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
 
 
 def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Any:
-    """Return the output of the body of a causal LM for ids (B, T). position_ids (B, T), on the CPU; None: each row is
-    one text."""
+    """Return the output of a causal LM's body for ids (B, T). position_ids (B, T), on the CPU; None: each row is one
+    text."""
     masking_utils.find_packed_sequence_indices = _known_texts  # transformers calls it by its name in the module
     asked = _texts.set((None if position_ids is None else find_packed_sequence_indices(position_ids),))
     positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
@@ -268,8 +281,9 @@ _texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=No
 
 
 def _known_texts(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's text in its row, (B, T), or None if each row is one text. transformers calls
-    this function in each pass; its own waits for a GPU, while `_read` knows the answer from the CPU."""
+    """Return the number of each token's text in its row, (B, T), or None if each row is one text. position_ids (B, T).
+    transformers calls this function in each pass. Its own version waits for a GPU, while `_read` computes the answer on
+    the CPU."""
     known = _texts.get()
     if known is None:
         return find_packed_sequence_indices(position_ids)
@@ -277,7 +291,7 @@ def _known_texts(position_ids: Tensor) -> Tensor | None:
 
 
 def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
-    """Return the encoder's states (B, S, D) of sources (B, S). Negative ids of a source are padding, which is
+    """Return the encoder's states (B, S, D) for inputs `source` (B, S). Negative ids in `source` are padding, which is
     masked."""
     encoder: Any = model.get_encoder()
     ids, inside = _masked(model, source)
@@ -286,10 +300,10 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
 
 
 def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
-    """Return the output of the decoder for texts ids (B, T) with sources (B, S). encoder (B, S, D): the encoder's
-    states of the sources, if they are known. Raises ValueError for texts without sources."""
+    """Return the decoder's output for texts ids (B, T) with encoder inputs `source` (B, S). encoder (B, S, D): the
+    encoder's states for these inputs, or None to compute them. Raises ValueError if `source` is None."""
     if source is None:
-        raise ValueError(f"{type(model).__name__}: its encoder reads sources, but the texts have none")
+        raise ValueError(f"{type(model).__name__}: its encoder needs an input for each text, but `source` is None")
     width = int((source >= 0).sum(1).max())
     source = source[:, :width]
     states = encoder_states(model, source) if encoder is None else encoder[:, :width]
@@ -303,18 +317,18 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sources (B, S) with padding ids in place of negative ones, and a mask (B, S) that is 0 at these."""
+    """Return two tensors (B, S) for encoder inputs `source` (B, S): the inputs with padding ids in place of negative
+    ones, and a mask that is 0 at these."""
     source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """Return a target as two functions, split as in `split`. The first maps ids (B, T) to states by layer, (B, T, D):
-    the last ones and those of `layers`, numbered as in `Seen`. The second maps the last states (..., D) to logits (...,
-    V).
+    """Return a target as two functions, see `split`. The first maps ids (B, T) to states by layer, (B, T, D): the last
+    ones and those of `layers`, numbered as in `Seen`. The second maps the last states (..., D) to logits (..., V).
 
     Both compute in the target's own precision, even if the draft trains in mixed precision. Raises ValueError for a
-    missing layer, and the errors of `split`.
+    layer that does not exist, and the errors of `split`.
     """
     read, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
@@ -334,9 +348,9 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Return a function from ids (B, T) to the last states and those of some layers, by layer, in one pass. The
-    model has no hooks afterwards: with hooks it would be served by a slower forward. Raises ValueError for a missing
-    layer."""
+    """Return a function from ids (B, T) to the last states and the states of `layers`, by layer, in one pass. The model
+    has no hooks afterwards, since hooks would make serving slower. Raises ValueError for a layer that does not
+    exist."""
     count, encodes = layers_of(model.config), model.config.is_encoder_decoder
     if wrong := [layer for layer in layers if not 0 <= layer < count and not (layer == ENCODER and encodes)]:
         raise ValueError(
@@ -362,11 +376,11 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 
 @torch.no_grad()
 def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
-    """Return whether attention stays within a text if several are packed into one row. read: the model's body, see
-    `split`.
+    """Return whether attention stays within a text if several texts are packed into one row. read: the model's body,
+    see `split`.
 
-    The test uses two texts. The states of the second text, packed, must be much nearer to its states alone than to its
-    states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.
+    The test uses two texts. The states of the second text when packed must be much nearer to its states alone than to
+    its states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.
     """
     training = model.training
     model.eval()

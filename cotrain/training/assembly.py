@@ -30,18 +30,18 @@ CHECKED = 32  # number of the user's texts whose provenance is checked
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
     """Return the student before training. vocabulary: the number of ids that can have mass. Raises the errors of
-    `initial` and those of the student's class."""
+    `initial`, and of the student's class."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft before training. Raises ValueError naming the key to change, also if a setting of the initial
-    weights or of the training would have no effect."""
+    """Return the draft's network before training. Raises ValueError, which names the key to change, also if a setting
+    of the initial weights or of the training would have no effect."""
     draft, init = cfg.draft, cfg.init
     if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
-                f"draft.path={draft.path}: it is read only with init=pretrained, not with init={init.kind}"
+                f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave it out"
             )
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
@@ -53,9 +53,9 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def prune(job: Job, student: Student, held: HeldOut) -> None:
-    """Choose the tokens of a draft with draft.vocabulary=, in place, and print which share of the held-out texts they
-    cover. They are the most frequent tokens of the texts that the draft learns from. A draft that starts from a folder
-    with a pruned vocabulary keeps that vocabulary."""
+    """Choose the vocabulary of a draft with draft.vocabulary=, in place: the most frequent tokens in the training
+    texts. Print which share of the held-out texts they cover. A draft that begins with a folder with a pruned
+    vocabulary keeps that one."""
     if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
         learnt = parts(job, 1)[1]
         tokens = learnt.ids[:, 1:][learnt.predicted].long()
@@ -66,8 +66,8 @@ def prune(job: Job, student: Student, held: HeldOut) -> None:
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """Return the share of the held-out texts' sampled tokens that the draft's vocabulary has. known (V,) bool: that
-    vocabulary."""
+    """Return which share of the sampled tokens in the held-out texts is in the draft's vocabulary. known (V,) bool:
+    True at the tokens of this vocabulary."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -76,12 +76,11 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
-    """Return two sets of texts to learn from: the user's for the first trainer.corpus_steps (none if that is 0), and
-    the target's.
+    """Return two sets of training texts: the user's, for the first trainer.corpus_steps (none if that is 0), and the
+    target's.
 
-    rounds: how many samplings the target's texts come from, in order. Each sampling has texts at every temperature that
-    is learnt.
-    by: what samples texts that are not on disk; None: as in `Job.sampled`.
+    rounds: how many of the rollout.rounds= samplings to include, beginning with the first. Each sampling has texts at
+    every temperature to learn. by: the sampler for texts that are not on disk; None: see `Job.sampled`.
     """
     cfg = job.cfg
     given = cfg.draft.temperatures or [cfg.regime.temperature]
@@ -96,13 +95,13 @@ def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) ->
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:
-    """Return, by domain, the share of its texts that is learnt from. Domains that are not named are used in full."""
+    """Return domain -> the share of its texts that is learnt from. All texts of other domains are learnt from."""
     return dict(cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares})
 
 
 def held_out_texts(job: Job) -> dict[float, HeldOut]:
-    """Return the target's held-out texts with its hidden states, by temperature. Print a warning if the texts do not
-    look as if this target sampled them."""
+    """Return the target's held-out texts with its hidden states, keyed by temperature. Warn if the texts do not look as
+    if this target sampled them."""
     cfg = job.cfg
     texts = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
     for held in () if cfg.data.on_target else texts.values():  # `foreign` checks the user's texts
@@ -112,7 +111,8 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: str | None) -> None:
     """Print a warning if the sampled texts do not look as if this target sampled them. Likely causes: the server has
-    another model, or the target's forward passes were wrong when the texts were sampled. url: the server, or None."""
+    another model, or the target's forward passes were wrong when the texts were sampled. head: the target's. url: the
+    server, or None."""
     origin = provenance(held, head, device)
     if not origin.own:
         message = f"texts sampled at temperature {held.temperature:g} do not look as if this target sampled them"
@@ -121,9 +121,9 @@ def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: s
 
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
-    """Check, on CHECKED of the user's held-out texts, whether the target sampled them in the regime. If not, print a
-    warning and return the texts and their provenance. Return None if it did, and if no step learns from the user's
-    texts."""
+    """Check, on CHECKED of the user's held-out texts, whether the target sampled them in the regime. If it did not,
+    print a warning and return the texts and their provenance. Otherwise, or if no step learns from the user's texts,
+    return None."""
     cfg = job.cfg
     if not reads_given(cfg, job.chats):
         return None
@@ -142,8 +142,8 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
 
 
 def stages(loss: Loss) -> list[Stage]:
-    """Return the losses of a training in order, with the share of the training at which each ends: one, or two if
-    `loss.then` is set. See `spec.parse`."""
+    """Return the losses of a training in order, each with the share of the training at which it ends: one loss, or two
+    if loss.then is set. Raises the errors of `spec.parse`."""
     first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
     return [first, Stage(1.0, parse(loss.then, "loss.then"))] if loss.then else [first]
 
@@ -154,7 +154,7 @@ def trained_by(
     judged: dict[float, HeldOut],
     build: Callable[..., Distillation] = Distillation,
 ) -> Distillation:
-    """Return the module that trains the student. judged: the held-out texts by temperature. build: the module's
+    """Return the module that trains the student. judged: the held-out texts, keyed by temperature. build: the module's
     class."""
     cfg = job.cfg
     rate, progress = cfg.optimizer, Progress(cfg.trainer.steps, cfg.trainer.minutes, deadline=job.deadline)

@@ -45,7 +45,7 @@ MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A saved checkpoint. path: its folder. speedup: of a quick measurement. tau: tokens per target call, as predicted
+    """A saved checkpoint. path: its folder. speedup: from a quick measurement. tau: tokens per target call, predicted
     on the held-out texts."""
 
     step: int
@@ -57,11 +57,11 @@ class MeasuredCheckpoint:
 class MeasureSpeed(Callback):
     """Callback that measures the draft with the engine at every validation, logs the figures, and saves the weights.
 
-    measure: from a draft to figures, one of them "speedup". Few prompts are timed, so the speed-up is noisy.
+    measure: draft -> figures by name, with "speedup". Few prompts are timed, so the speed-up is noisy.
     tau: returns tau by the latest scores of the held-out texts, an average over thousands of tokens. Checkpoints are
     ranked by it, since a round costs the same in all of them.
-    folder: for the weights. show: from a draft to a Markdown text that was decoded with it, which is logged.
-    patience: training ends after this many validations in a row without a higher tau; 0: never.
+    folder: where weights are saved. show: draft -> a Markdown text that was decoded with it, which is logged; None for
+    no text. patience: training ends after this many validations in a row without a higher tau; 0: never.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class MeasureSpeed(Callback):
             trainer.should_stop = True
 
     def save(self, draft: PreTrainedModel, step: int) -> None:
-        """Write the draft's weights after a step to the folder of checkpoints."""
+        """Write the draft's weights after step `step` to the folder of checkpoints."""
         with new_folder(self.folder / f"step-{step}", replace=True) as new:
             draft.save_pretrained(new)
 
     def add(self, step: int, speedup: float) -> None:
-        """Add the saved weights of a step to the checkpoints among which `best` chooses. speedup: measured for this
+        """Add the saved weights of a step to the checkpoints from which `best` chooses. speedup: measured at this
         step."""
         self.checkpoints.append(MeasuredCheckpoint(step, self.folder / f"step-{step}", speedup, self.tau()))
 
@@ -113,9 +113,11 @@ class MeasureSpeed(Callback):
         ]
 
     def best(self) -> MeasuredCheckpoint:
-        """Return the checkpoint of the highest tau. Raises ValueError if there was no validation."""
+        """Return the checkpoint with the highest tau. Raises ValueError if there was no validation."""
         if not self.checkpoints:
-            raise ValueError("no checkpoint was measured: trainer.steps ended before a validation")
+            raise ValueError(
+                "no checkpoint was measured before the training ended: raise trainer.steps= or trainer.validations="
+            )
         return max(self.checkpoints, key=lambda one: one.tau)
 
 
@@ -123,16 +125,17 @@ class MeasureSpeed(Callback):
 
 
 class SwapWeights(Callback):
-    """Base class of callbacks that put other weights into the draft from `show` to `hide`, which restores the draft's
-    own weights bit for bit.
+    """Base class of callbacks that put other weights into the draft. `show` puts them in, and `hide` restores the
+    draft's own weights bit for bit.
 
-    A second call of either has no effect. A run that ends after `show` exports the other weights.
+    A second call of either has no effect. If a run ends between `show` and `hide`, the other weights are exported.
     """
 
     own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to put into `module`, the draft, by parameter name. Parameters that are not named stay."""
+        """Return the weights to put into `module`, the draft, by parameter name. Parameters without an entry stay
+        unchanged."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -159,7 +162,7 @@ def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
 
 @contextmanager
 def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Give `module.draft` the weights of all `swaps` within the block, and its own weights again after it."""
+    """Put the weights of all `swaps` into `module.draft` until the block ends; then restore its own weights."""
     with ExitStack() as shown:
         for one in swaps:
             one.show(module)
@@ -168,11 +171,13 @@ def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
 
 
 class Averaged(SwapWeights):
-    """Callback that keeps an exponential moving average of the draft's weights, which is evaluated, measured, saved and
-    exported. Training continues from the weights that are not averaged.
+    """Callback that computes an exponential moving average of the draft's weights. The average is evaluated, measured,
+    saved and exported. Training continues from the weights that are not averaged.
 
-    It must come after the callbacks that measure, because it restores the draft's weights at the end of a validation.
-    decay: the share of the old average in the new one, at most (1 + t) / (10 + t) at step t, so that the initial
+    It must come after the callbacks that measure, because it restores the draft's own weights at the end of a
+    validation.
+
+    decay: the weight of the old average in the new one. At step t it is at most (1 + t) / (10 + t), so that the initial
     weights do not dominate the average of a short run.
     """
 
@@ -215,8 +220,8 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Callback that quantises the projections of the draft, except the head, in every pass, see `students.quantised`.
-    kind: of the quantisation, "int8" or "nf4".
+    """Callback that quantises the draft's projections, except the head, in every pass, see `students.quantised`. kind:
+    "int8" or "nf4".
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.
@@ -249,8 +254,8 @@ class Learning(Callback):
     """Callback that logs the loss and its terms, the learning rate, the gradient norm and tokens per second, every
     `module.WATCHED` steps. It must come after `Clock`.
 
-    Tokens per second count the tokens of the loss in all processes, and the seconds of training without validations.
-    The gradient norm is computed before clipping.
+    Tokens per second are the tokens that the loss counts, in all processes, over the seconds of training without
+    validations. The gradient norm is computed before clipping.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -283,11 +288,11 @@ class Learning(Callback):
 
 
 class StandingWeights(Callback):
-    """Callback that prints a line if, after `FIRST` steps, most weights of the draft have not changed: rounding loses
-    an update that is small beside its weight.
+    """Callback that prints a line if most of the draft's weights have not changed after `FIRST` steps. The reason is
+    then rounding: an update that is small relative to its weight is lost.
 
     It looks at `LOOKED_AT` weights of each tensor, or of this process's part of it. Weights without a gradient do not
-    count, such as embeddings of tokens that no text has.
+    count, for example embeddings of tokens that are in no text.
     """
 
     def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
@@ -327,12 +332,13 @@ class StandingWeights(Callback):
 
 
 def _local(weight: Tensor) -> Tensor:
-    """Return the tensor, or this process's part if it is sharded."""
+    """Return a tensor, or only this process's part of it if it is sharded."""
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
-    """Return a copy of the entries at the flat indices `at` of a tensor, or of this process's part of it."""
+    """Return a copy (n,) of a tensor's entries at the flat indices `at` (n,). If it is sharded, the indices are into
+    this process's part."""
     return _local(weight.detach()).flatten()[at]
 
 
@@ -346,13 +352,14 @@ def gradient_norm(draft: torch.nn.Module) -> float:
 
 class HeldOutPoints(Callback):
     """Callback that logs acceptance, tau and acceptance by depth on a fixed part of the regime's held-out texts, at
-    every validation and after each 1 / POINTS of the training. At validations it also logs figures of all held-out
+    every validation and after each 1 / POINTS of the training. At validations it also logs figures for all held-out
     texts.
 
-    A point between validations is skipped if such points would take more than the share MOST_TIME of the training's
-    seconds so far, which do not include the points.
-    part: the texts. clock: counts the training's seconds, and is paused for a point. swaps: see `showing`.
-    k, objective, verify: draft length, way of drafting and rule for which tau is predicted.
+    A point between validations is skipped if such points would take more than the share MOST_TIME of the seconds of
+    training so far, which do not include the points.
+
+    part: the texts. clock: counts the seconds of training, and is paused for a point. swaps: see `showing`. k,
+    objective, verify: the draft length, the way of drafting and the rule for the predicted tau.
     """
 
     def __init__(
@@ -398,7 +405,7 @@ class HeldOutPoints(Callback):
         self.count, self.seconds, self.last = (state_dict[name] for name in ("count", "seconds", "last"))
 
     def line(self) -> str:
-        """Return a line for the user with the number of points and the time that they took."""
+        """Return a line for the user with the number of points and the seconds that they took."""
         share = self.seconds / max(self.clock.progress.elapsed, 1e-9)
         return (
             f"held-out acceptance between validations: {self.count} points of {len(self.part.texts)} texts, "
@@ -410,7 +417,7 @@ class HeldOutPoints(Callback):
 
     @contextmanager
     def _as_validated(self, module: Any) -> Iterator[None]:
-        """Give the draft the weights and the mode (eval) of a validation within the block."""
+        """Give the draft the weights and the mode (eval) of a validation until the block ends."""
         training = module.draft.training
         with showing(self.swaps, module):
             module.draft.eval()
@@ -427,16 +434,16 @@ class HeldOutPoints(Callback):
 
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
-    """Return the part of the held-out texts that each of POINTS passes scores, at least one text. All passes together
-    score at most the share TOKENS of `training_tokens`, and one pass at most MOST tokens."""
+    """Return the part of the held-out texts that each of the POINTS passes scores, at least one text. All passes
+    together score at most the share TOKENS of `training_tokens`, and one pass at most MOST tokens."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
-    """Return, by tag, the acceptance of draft i given that all before it were accepted, for i = 1 .. k. Return {} for
-    greedy drafting."""
+    """Return, keyed by tag, the acceptance of drafted token i if all before it were accepted, for i = 1 .. k. Return {}
+    for greedy drafting."""
     if objective == "greedy":
         return {}
     _, conditional = scores.accepted(scores.drafted(k))
@@ -444,9 +451,11 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
-    """Return figures of all held-out texts, by tag: the acceptance at each temperature; for the regime also KL,
-    entropy, calibration and, if there are several domains, acceptance in each.
-    judged: scores by temperature and domain. temperature: the regime's."""
+    """Return figures for all held-out texts, keyed by tag: the acceptance at each temperature; for the regime also KL,
+    entropy, calibration and, if there are several domains, the acceptance in each.
+
+    judged: temperature -> domain -> scores. temperature: the regime's.
+    """
     own = judged[temperature]
     named = {tags.at("acceptance", t): alpha_of(scores["all"], objective) for t, scores in judged.items()}
     for name in ("kl", "entropy", "calibration"):

@@ -1,4 +1,4 @@
-"""The time limit of a run (minutes=), and what each part may take of it."""
+"""The time limit of a run (minutes=), and how much of it each part of the run may take."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ MEASURING = 5.0  # the least seconds of the full measurement, in units of the me
 
 @dataclass
 class Deadline:
-    """The time limit of a run, and what each part may take of it.
+    """The time limit of a run, and how much of it each part of the run may take.
 
     minutes: of the whole run; None: no limit.
-    start: when the run began, by time.monotonic().
-    left: minutes that remain for training, see `training`; saved in checkpoints.
+    start: when the run began, a value of time.monotonic().
+    left: the minutes that remain for training, see `training`; saved in checkpoints.
 
-    Arguments of its methods: judging, measuring: seconds that a validation takes to evaluate the held-out texts, and to
-    measure the checkpoint.
+    Arguments of its methods: judging, measuring: the seconds that a validation takes to evaluate the held-out texts,
+    and to measure the checkpoint.
     """
 
     minutes: float | None = None
@@ -34,16 +34,16 @@ class Deadline:
     left: float = inf
 
     def seconds(self, share: float) -> float | None:
-        """Return the seconds of a share, in [0, 1], of the run; None without a limit."""
+        """Return the seconds in a share, in [0, 1], of the run; None without a limit."""
         return 60 * self.minutes * share if self.minutes else None
 
     def sampling(self, cfg: TrainConfig) -> dict[str, float]:
-        """Return, by split, the most seconds for sampling the texts of one temperature. Return {} without a limit."""
+        """Return, keyed by split, the most seconds for sampling the texts of one temperature; {} without a limit."""
         sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
         return {split: 60 * self.minutes * share / sets[split] for split, share in SAMPLING.items() if self.minutes}
 
     def validations(self, cfg: TrainConfig, judging: float, measuring: float = 0.0) -> int:
-        """Return how many validations the run has time for after the first one, from 1 to trainer.validations."""
+        """Return for how many validations the run has time after the first one: from 1 to trainer.validations."""
         most, each = cfg.trainer.validations, judging + measuring
         if not self.minutes or not each:
             return most
@@ -51,10 +51,10 @@ class Deadline:
         return max(min(most, int((JUDGING * 60 * self.minutes - after) / each) - 1), 1)
 
     def training(self, cfg: TrainConfig, spent: float, judging: float, measuring: float = 0.0) -> float:
-        """Return the minutes that remain for training, at least the share LEAST of the run's.
+        """Return the minutes that remain for training, at least the share LEAST of the run's minutes.
 
-        spent: seconds of the run before its first training step. Every validation is taken to last as long as the first
-        one; after the last one, the exported checkpoint is evaluated and measured in full.
+        spent: seconds of the run before its first training step. Every validation is assumed to last as long as the
+        first one. After the last one, the exported checkpoint is evaluated and measured in full.
         """
         assert self.minutes
         rest = spent + (judging + measuring) * self.validations(cfg, judging, measuring)

@@ -1,12 +1,12 @@
-"""Training with several processes, or several batches in one step: sharded drafts (FSDP2), and the counts that divide
-losses.
+"""Training with several processes, or several batches in one step: sharded drafts (FSDP2), and the counts by which
+losses are divided.
 
 Each process has a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
 sharded module, layer by layer. So all code that reads them, including heads in chunks and losses, runs in such a pass,
 see `within`. The target is whole on every process.
 
-A step may add up the gradients of several batches (accumulation) and of several processes. A mean of means would give a
-token more weight if its batch has few tokens. So every sum is divided by the counts of all batches and processes.
+A step may add up the gradients of several batches (accumulation) and several processes. A mean of means would give a
+token more weight if its batch has few tokens. So every sum is divided by the counts over all batches and processes.
 """
 
 import copy
@@ -28,7 +28,7 @@ Batch = Mapping[str, Any]
 
 def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     """Return a copy of the draft, sharded over the processes of the mesh. Each decoder layer is gathered only for its
-    own pass. Moves the given draft to the CPU."""
+    own pass. The given draft is moved to the CPU."""
     copied: Any = copy.deepcopy(draft)
     for layer in _layers(copied):
         fully_shard(layer, mesh=mesh)
@@ -40,7 +40,7 @@ def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of the outermost module lists, which are the decoder layers."""
+    """Yield the modules in the outermost module lists, which are the decoder layers."""
     for child in module.children():
         yield from child if isinstance(child, nn.ModuleList) else _layers(child)
 
@@ -52,14 +52,14 @@ def within(draft: PreTrainedModel, work: Callable[[], Result]) -> Result:
 
 
 def rest(draft: PreTrainedModel) -> None:
-    """Free the weights of a sharded draft that stay gathered after passes without gradients."""
+    """Free a sharded draft's weights that are still gathered after passes without gradients."""
     if isinstance(draft, FSDPModule):
         draft.reshard()
 
 
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
-    """Load the weights of a sharded draft into `whole`, in place, and return it. All processes must call this function.
-    everywhere: whether all processes get the weights, or only the first."""
+    """Load the weights of a sharded draft into `whole`, in place, and return `whole`. All processes must call this
+    function. everywhere: whether all processes get the weights, or only the first."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
@@ -69,27 +69,29 @@ def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool =
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Numbers that divide the losses, as scalar tensors. positions: those in the loss. tokens: those that the target
-    sampled."""
+    """The numbers by which losses are divided, as scalar tensors. positions: how many positions the loss counts.
+    tokens: how many tokens the target sampled."""
 
     positions: Tensor
     tokens: Tensor
 
 
 def sampled_mask(batch: Batch) -> Tensor:
-    """Return (B, T-1) bool: whether the target sampled the next token. By default it sampled every predicted token."""
+    """Return (B, T-1) bool: whether the target sampled the next token. Without the entry "sampled" in the batch, it
+    sampled every predicted token."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return the numbers of positions in the loss and of sampled tokens of a batch, (2,) float32."""
+    """Return (2,) float32: the number of positions that the loss counts in a batch, and the number of sampled
+    tokens."""
     return torch.stack([batch["predicted"].sum(), sampled_mask(batch).sum()]).float()
 
 
 def divisors(total: Tensor, batches: int) -> StepCounts:
-    """Return the numbers that divide the losses of a step. total (2,): the counts of the step, averaged over processes.
-    batches: of the step.
+    """Return the numbers by which the losses of a step are divided. total (2,): the step's counts, averaged over
+    processes. batches: the number of batches in the step.
 
     The trainer divides the loss of each batch by the number of batches, so the counts are divided by it too. A count of
     0 becomes 1.
@@ -99,14 +101,14 @@ def divisors(total: Tensor, batches: int) -> StepCounts:
 
 
 def ends_step(batch: Batch) -> bool:
-    """Return whether a batch is the last one of its step."""
+    """Return whether a batch is the last one in its step."""
     index, number = batch.get("group", (0, 1))
     return bool(index + 1 == number)
 
 
 class Grouped:
-    """Iterator over batches in groups of `number`, one group for each step. It adds to each batch "counts" (2,), those
-    of its step, and "group", its index in the step and the number of batches in the step."""
+    """Iterator over batches in groups of `number`, one group per step. It adds two entries to each batch: "counts"
+    (2,), the counts of its step, and "group", a pair of its index (0-based) and the number of batches in the step."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], number: int) -> None:
         self.batches, self.number = batches, number

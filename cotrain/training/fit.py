@@ -50,7 +50,7 @@ VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, se
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """The steps from `first` to before `last`, which learn from the texts of samplings 0 .. index."""
+    """The steps from `first` to `last` - 1. They learn from the texts of samplings 0 .. index."""
 
     index: int
     first: int
@@ -69,7 +69,8 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     """Return the phases of the training, rollout.rounds of them. Each ends at a validation. every: the number of steps
     between validations.
 
-    Raises ValueError for more rounds than validations, and for several rounds if this engine does not sample the texts.
+    Raises ValueError for more rollout.rounds than validations, and for several rounds if this engine does not sample
+    the texts.
     """
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
@@ -86,7 +87,7 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
 def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
     """Train the module's draft, in place, and return the number of steps.
 
-    Acceptance is computed, and `speed` measures (None: nothing measures), before the first step, at every validation
+    Acceptance is computed, and `speed` measures (None: nothing is measured), before the first step, at every validation
     and after the last step. Each validation saves a checkpoint with its figures, from which a later call resumes. The
     draft is left in eval mode on the target's device.
     """
@@ -106,10 +107,8 @@ def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
 
 
 def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, phase: TrainingPhase, every: int) -> End:
-    """Sample the texts of a phase and train until its last step. every: the number of steps between validations.
-
-    Raises Interrupted, and UserError for a loss that is not finite.
-    """
+    """Sample the texts of a phase and train until its last step. every: the number of steps between validations. Raises
+    Interrupted, and UserError for a loss that is not finite."""
     cfg, last, progress = job.cfg.trainer, job.folder / CHECKPOINT, module.progress
     assert progress is not None
     saved: dict[str, Any] = read_saved(last) if last.exists() else {"global_step": 0}
@@ -169,9 +168,9 @@ def _ended(
     speed: MeasureSpeed | None,
     averaged: list[Averaged],
 ) -> bool:
-    """Return whether patience or a time limit had ended the training before `saved`, its checkpoint, was written.
-    Restore the state of `progress` and `speed` from it; if the training had ended, also the weights of the module, or
-    their average."""
+    """Return whether patience or a time limit had already ended the training when `saved`, its checkpoint, was written.
+    The state of `progress` and `speed` is restored from it. If the training had ended, the module's weights (or their
+    average) are too."""
     states, ended = saved.get("callbacks", {}), False
     if time_limited(job.cfg) and Clock.__name__ in states:
         progress.resume(states[Clock.__name__])
@@ -232,7 +231,8 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Return Lightning's strategy of this name. "fsdp2" shards the draft and saves each checkpoint as one file."""
+    """Return Lightning's strategy for trainer.strategy=. "fsdp2" shards the draft and saves each checkpoint as one
+    file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -240,19 +240,16 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 
 def swapped(job: Job, draft: PreTrainedModel) -> Faster:
-    """Return the sampler of a later phase's texts: the target with the current draft, or the target alone if that is
-    faster here (many rows on few cores), see `rollout.samplers.Faster`.
-
-    Speculative sampling does not change the target's distribution, so texts are as good with the draft as without it.
-    """
+    """Return the sampler for the texts of a later phase: the target with the current draft, or the target alone if it
+    is faster here (many rows on few cores), see `rollout.samplers.Faster`. Both give the target's distribution."""
     k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
     assert k is not None
     return Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Let the target read all texts before training, so that its states are cached, unless training reads fewer texts
-    than there are."""
+    """Let the target read all texts before training, so that its states are cached. Nothing is done if training reads
+    fewer texts than there are."""
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
@@ -266,7 +263,7 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:
     """Set the minutes and the number of validations of the training, the same in every process, and print them.
-    validation: the seconds of the first validation, judging and measuring, see `Deadline`."""
+    validation: the seconds of the first validation, as the arguments judging and measuring of `Deadline`."""
     cfg, deadline = job.cfg, job.deadline
     if not cfg.minutes:
         return
@@ -287,7 +284,7 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
 def _loader(
     cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> DataLoader[Any] | Grouped:
-    """Return this process's batches of a phase, without those of the first `done` steps of the training. corpus,
+    """Return this process's batches of a phase, without the batches of the first `done` steps of the training. corpus,
     sampled: see `assembly.parts`."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step
     before = max(cfg.corpus_steps - phase.first, 0) * texts
@@ -300,7 +297,7 @@ def _loader(
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Give the module's draft quantised weights within the block, if it is served with such weights."""
+    """Give the module's draft quantised weights until the block ends, if it is served with such weights."""
     return showing(_rounded(job), module)
 
 

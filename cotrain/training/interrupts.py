@@ -27,8 +27,8 @@ TIME = 1  # the result of `Keeper._agreed` if a checkpoint is due; numbers of si
 
 
 class Signals:
-    """Handler of SIGINT and SIGTERM. The first signal ends the run by raising Interrupted: after the current step while
-    `deferring` is set, which is during training, and else at once. A second signal ends the process at once."""
+    """Handler of SIGINT and SIGTERM. The first signal ends the run by raising Interrupted: at once, or after the
+    current step while `deferring` is set, that is, during training. A second signal ends the process at once."""
 
     def __init__(self) -> None:
         self.received, self.deferring = 0, False
@@ -49,8 +49,8 @@ class Signals:
             raise Interrupted(self.received, message)
 
     def listen(self) -> None:
-        """Make this object the handler of both signals. Do nothing outside the main thread, where Python allows no
-        handlers."""
+        """Make this object the handler of both signals. Outside the main thread, where Python allows no handlers,
+        nothing is done."""
         if threading.current_thread() is threading.main_thread():
             for number in ENDING:
                 signal.signal(number, self)
@@ -58,8 +58,8 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Yield a handler that raises Interrupted if SIGINT or SIGTERM arrives within the block, see `Signals`. Restore the
-    earlier handlers afterwards."""
+    """Yield a handler that raises Interrupted if SIGINT or SIGTERM arrives in the block, see `Signals`. The earlier
+    handlers are restored afterwards."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
     signals.listen()
@@ -72,9 +72,9 @@ def listening() -> Iterator[Signals]:
 
 
 class Checkpoints(TorchCheckpointIO):
-    """Writer of checkpoints. It writes a checkpoint next to the old one and renames it, so that one of the two is
-    always whole. Lightning's own class would write to the temporary directory and, from another file system, copy over
-    the old checkpoint."""
+    """Writes checkpoints. A checkpoint is written next to the old one and then renamed, so that one of the two is
+    always whole. Lightning's own class writes to the temporary directory, and copies over the old checkpoint if that is
+    on another file system."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         with new_file(Path(path)) as new:
@@ -83,7 +83,7 @@ class Checkpoints(TorchCheckpointIO):
 
 def read_saved(path: Path) -> dict[str, Any]:
     """Return the dictionary that torch saved in a file, with tensors on the CPU. Raises UserError, which names the file
-    and what to do, if the file is damaged or has no dictionary."""
+    and the remedy, if the file is damaged or has no dictionary."""
     try:
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if isinstance(saved, dict):
@@ -100,7 +100,7 @@ class Keeper(Callback):
     """Callback that saves a checkpoint every `minutes`, and when a signal ends the run. It must come after the
     callbacks whose state is saved.
 
-    It saves none after a step with a validation, since the validation saves a checkpoint with its figures.
+    After a step with a validation it saves none, since the validation saves a checkpoint with its figures.
     """
 
     def __init__(self, path: Path, minutes: float, signals: Signals) -> None:
@@ -139,8 +139,8 @@ class Keeper(Callback):
         self.signals.check(f"interrupted at step {step}, which is saved; the same command resumes")
 
     def _agreed(self, trainer: lightning.Trainer) -> int:
-        """Return the largest value of all processes: the number of the signal that a process received, or TIME if a
-        checkpoint is due, else 0."""
+        """Return the largest value over all processes: the number of a received signal, TIME if a checkpoint is due, or
+        0."""
         mine = self.signals.received or TIME * (time.monotonic() - self.saved >= self.seconds)
         if trainer.world_size == 1:
             return mine

@@ -1,4 +1,4 @@
-"""What a training run works with: the target, its texts, and a plan to measure a draft."""
+"""The objects of a training run: the target, its texts, and a plan to measure a draft."""
 
 import ctypes
 import platform
@@ -49,15 +49,15 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 class Job:
     """The models, folder, settings and texts of a run.
 
-    sources: the user's prompts or documents by split, as far as they have been read.
-    texts_given: results of `given`, by split.
-    loggers: those besides TensorBoard's.
-    reads: the layers of the target that its student reads besides LAST.
-    rounds: timed decoding rounds by draft length, shared by the measurements of all checkpoints.
-    sampled_prompts: the prompts that the target sampled for data=self, one JSON row a line; None for other prompts.
-    train_texts: the training texts, if another target sampled them. The held-out texts of this target then continue
-    that target's held-out prompts.
-    shape: how the draft's layers were chosen, see `planning.exits`; None if they were not.
+    sources: split -> the user's prompts or documents, as far as they have been read.
+    texts_given: split -> the result of `given`.
+    loggers: all except TensorBoard's.
+    reads: the layers whose states the student reads from the target, besides LAST.
+    rounds: draft length -> timed decoding rounds, shared by the measurements of all checkpoints.
+    sampled_prompts: the prompts that the target sampled for data=self, one JSON row per line; None for other prompts.
+    train_texts: the training texts, if another target sampled them. This target's held-out texts then continue the
+    other target's held-out prompts.
+    shape: how the draft's layers were chosen, see `planning.exits`; None if nothing was chosen.
     """
 
     cfg: TrainConfig
@@ -77,28 +77,28 @@ class Job:
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """Return the target as two functions, see `target_model.served`: one from ids to hidden states, one from hidden
-        states to logits. Raises ValueError if they do not compute what the model computes."""
+        """Return the target as two functions, see `target_model.served`: ids -> hidden states by layer, and hidden
+        states -> logits. Raises ValueError if they do not compute the same as the model."""
         if urls := self.cfg.teacher.urls:
             return served_elsewhere(urls, self.target, self.vocabulary, self.reads)
         return served(self.target, self.vocabulary, self.reads)
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of ids that can have mass, in training and when served. Rows of the head after the
+        """Return the number of ids that can have mass, in training and in serving. Rows of the head after the
         tokenizer's last id are padding."""
         size: int = self.target.config.get_text_config().vocab_size
         return min(size, 1 + max(self.tokenizer.get_vocab().values()))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the target. It is saved with the target's texts and states."""
+        """Return the target's fingerprint. It is saved with the target's texts and states."""
         return identity(self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
-        """Return a function from ids to the target's hidden states. It caches the states in the folder trainer.cache=
-        if that is set."""
+        """Return a function from ids to the target's hidden states by layer. It caches the states in the folder
+        trainer.cache= if that is set."""
         live, _ = self.halves
         if not self.cfg.trainer.cache:
             return live
@@ -106,8 +106,8 @@ class Job:
         return DiskCache(live, Path(self.cfg.trainer.cache), maker, (LAST, *self.reads))
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts of the target, sampled when they are first used unless they are on disk.
-        by: what samples texts that are not on disk; None: the target without a draft, or the server rollout.url=."""
+        """Return the target's texts. Those that are not on disk are sampled when they are first used. by: their
+        sampler; None: the target without a draft, or the server rollout.url=."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled_texts(self.cfg, self.target, self.tokenizer, folder),
@@ -118,8 +118,8 @@ class Job:
         return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
-        """Return the prompts or documents of a split ("train", "held_out" or the final one). Training and held-out ones
-        are read together, once, so that no held-out prompt is one that the draft learns from."""
+        """Return the prompts or documents of a split ("train", "held_out" or "final"). Training and held-out ones are
+        read together, once, so that the draft learns from no held-out prompt."""
         if split not in self.sources:
             splits = SPLITS[:2] if split in SPLITS[:2] else (split,)
             template, cfg = template_of(self.cfg, self.target, self.tokenizer), self.cfg
@@ -129,7 +129,7 @@ class Job:
 
     @property
     def chats(self) -> bool:
-        """Return whether each text is a prompt of its own and a completion, as with the user's prompts and with an
+        """Return whether each text is a separate prompt with a completion, as for the user's prompts and for an
         encoder-decoder. Then only completions are learnt."""
         return (
             self.target.config.is_encoder_decoder
@@ -145,7 +145,7 @@ class Job:
     @cached_property
     def prompts(self) -> Prompts:
         """Return the prompts to measure a draft with: the user's, or those that ship with this package. Final prompts
-        occur in no training text, and do not rank checkpoints."""
+        are in no training text, and no checkpoint is ranked by them."""
         ask = self.cfg.rollout
         if self.cfg.data.path:
             own, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
@@ -157,7 +157,7 @@ class Job:
         return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
 
     def given(self, split: str) -> Texts:
-        """Return the user's texts of a split: prompts with their completions, or documents packed into blocks."""
+        """Return the user's texts for a split: prompts with their completions, or documents packed into blocks."""
         if split not in self.texts_given:
             source = self.source(split)
             self.texts_given[split] = (
@@ -168,10 +168,11 @@ class Job:
         return self.texts_given[split]
 
     def texts(self, split: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts of the target for a split, at a temperature. They are the user's if data.on_target=true, `chats`
-        holds and the temperature is the regime's; else they are sampled.
-        part: the part of the prompts that is sampled, one of rollout.rounds.
-        by: as in `sampled_texts`."""
+        """Return texts for a split at a temperature. They are the user's own if data.on_target=true, `chats` is True
+        and the temperature is the regime's; otherwise the target samples them.
+
+        part: which of the rollout.rounds= parts of the prompts. by: see `sampled`.
+        """
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(split)
@@ -188,7 +189,7 @@ class Job:
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """Return a plan to measure a draft with these prompts; None: the draft is not measured."""
+        """Return a plan to measure a draft with these prompts. None: the draft is not measured."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,
@@ -213,9 +214,9 @@ def sampled_texts(
     folder: Path,
     draft_path: str | None = None,
 ) -> Sampled:
-    """Return the texts of the target for these settings, saved in `folder`. They are sampled when they are first used.
+    """Return the target's texts for these settings, saved in `folder`. Those that are not on disk are sampled when they
+    are first used. draft_path: a draft that makes sampling faster, or None.
 
-    draft_path: a draft that makes sampling faster.
     Raises ValueError for a draft together with rollout.url=, since a server would not use the draft.
     """
     rollout, written = cfg.rollout, template_of(cfg, target, tokenizer)
@@ -237,14 +238,14 @@ def sampled_texts(
 
 
 def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
-    """Return how many texts of each split are wanted, and of which lengths."""
+    """Return how many texts of each split are wanted, and the most tokens of their prompts and continuations."""
     ask = cfg.rollout
     return Ask({"train": ask.texts, "held_out": ask.held_out_texts}, ask.prompt_tokens, ask.new_tokens)
 
 
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
-    """Return whether a run learns from, or is judged on, texts that the user gave, rather than on sampled ones alone.
-    logs: whether the user's rows are prompts, which may have completions."""
+    """Return whether a run learns from, or is evaluated on, texts that the user gave. logs: whether the user's rows are
+    prompts, which may have completions."""
     trained = cfg.draft.trained
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
@@ -268,8 +269,8 @@ def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokeni
 def template_of(
     cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Template:
-    """Return the target's chat template. A template that writes the date writes the day on which the texts of the run,
-    or of rollout.folder=, were first sampled, so that a later command continues with the same prompts."""
+    """Return the target's chat template. If the template writes the date, this is the day on which the texts in this
+    run or in rollout.folder= were first sampled, so that a later command continues with the same prompts."""
     file, anew = _date_file(cfg), getattr(cfg, "overwrite", False) and not cfg.rollout.folder
     day = date.today() if anew or not file.is_file() else date.fromisoformat(file.read_text(encoding="utf-8").strip())
     return Template(tokenizer, cfg.data.template, ends_of(target), day)
@@ -287,12 +288,11 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> Path:
-    """Let the target sample prompts for data=self. Write them to a file in `folder`, set data.path in `cfg` to the
+    """Let the target sample prompts for data=self. Write them to a file in `folder`, set data.path in `cfg` to this
     file, and return its path.
 
-    timed: the number of prompts that are needed to time a draft.
-    seconds: the most time to sample for; None: no limit.
-    Raises the errors of `SelfPrompts.file`.
+    timed: how many prompts are needed to time a draft. seconds: the most time for sampling; None: no limit. Raises the
+    errors of `SelfPrompts.file`.
     """
     ask = cfg.rollout
     own = SelfPrompts(
@@ -343,10 +343,12 @@ def settle(threads: int, seed: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library reuse freed memory instead of returning it to the system.
+    """Let the C library reuse freed memory instead of returning it to the system. No effect if the library is not
+    glibc.
 
     Each step frees and allocates the same large tensors. If the system takes their pages back, it clears them again on
-    the next use: a step of an eagle on two cores took 17 % longer. Without effect where the library is not glibc."""
+    the next use: a step of an eagle draft on two cores took 17 % longer.
+    """
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -360,6 +362,7 @@ def loss_name(loss: Loss) -> str:
 
 
 def draft_name(cfg: TrainConfig) -> str:
-    """Return the name of a draft in reports: `medusa, scratch, kl_then_tv`, or only the kind if it is not trained."""
+    """Return the name of a draft in reports, for example `medusa, scratch, kl_then_tv`. For a kind that is not trained
+    it is the kind alone."""
     kind = cfg.draft.kind
     return kind if not cfg.draft.trained else f"{kind}, {cfg.init.kind}, {loss_name(cfg.loss)}"

@@ -1,16 +1,16 @@
 """Joint training of a draft and its target (`mode=joint`), with a bound on how far the target moves.
 
-A run has four stages, each in a folder of its own, and each is skipped if its files exist:
+A run has four stages, each in a folder of its own. A stage is skipped if its files exist:
 
     warm/     the draft learns from the original target, as with mode=distil
-    joint/    draft and adapter learn together: the loss of the draft, which now has gradients in the target too, plus
-              a multiplier times KL(original || moved). The multiplier grows while the KL exceeds the bound (dual
-              ascent), so epsilon is a bound and no weight
-    target/   the adapter is scaled down until the KL on held-out texts is within epsilon, merged, and certified on
-              other held-out texts: those of the original and those that the moved target samples
-    .         the draft learns from the moved target, now frozen; measurement, report and export are as ever
+    joint/    draft and adapter learn together. The loss is the draft's, now with gradients in the target too, plus a
+              multiplier times KL(original || moved). The multiplier grows while the KL exceeds the bound (dual ascent),
+              so epsilon is a bound and no weight
+    target/   the adapter is scaled down until the KL on held-out texts is within epsilon. It is then merged, and
+              certified on other held-out texts: the original target's, and new ones that the moved target samples
+    .         the draft learns from the moved target, which is now frozen; measurement, report and export are as usual
 
-So everything after the third stage is the ordinary training of a draft for a target that is a folder.
+So everything after the third stage is the ordinary training of a draft for a target in a folder.
 """
 
 import copy
@@ -84,7 +84,7 @@ def joint(
 ) -> dict[str, Any]:
     """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
 
-    cfg: settings that `preconditions.require` and `refuse_joint` have checked. sources: the user's texts by split, if
+    cfg: settings that `preconditions.require` and `refuse_joint` have accepted. sources: split -> the user's texts, if
     they have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the
     original is not certified to be within joint.epsilon, unless joint.uncertified=true.
     """
@@ -106,18 +106,18 @@ def joint(
 
 
 def rollouts(cfg: TrainConfig, folder: Path) -> Path:
-    """Return the folder of the texts and prompts that the original target samples. folder: of the run."""
+    """Return the folder for the texts and prompts that the original target samples. folder: the run's folder."""
     return Path(cfg.rollout.folder or folder / WARM / "rollouts")
 
 
 def original_texts(
     cfg: TrainConfig, folder: Path, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> Sampled:
-    """Return the training texts of the original target, from which the draft also learns in the last stage: the moved
-    target is so near that its own texts would add nothing but hours of sampling.
+    """Return the original target's training texts, from which the draft also learns in the last stage. The moved target
+    is so near to the original that its own texts would add nothing except hours of sampling.
 
-    The held-out texts of the last stage are the moved target's own, from the prompts of the original's held-out texts.
-    target: the moved one. Reading the texts raises UserError if they are no longer on disk.
+    The held-out texts of the last stage are sampled by the moved target, from the same prompts as the original's
+    held-out texts. target: the moved target. Reading the texts raises UserError if they are no longer on disk.
     """
     place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
     texts = sampled_texts(cfg, target, tokenizer, place)
@@ -125,15 +125,15 @@ def original_texts(
 
 
 def _refuse_sampling(place: Path) -> Sampler:
-    """Raise UserError instead of sampling: the moved target must not write texts that are stored as the original's."""
+    """Raise UserError instead of sampling: texts of the moved target must not be stored as texts of the original."""
     raise UserError(
-        f"{place} lacks the texts of the original target: delete {place.parent.parent / MOVING} and "
+        f"the texts of the original target are missing in {place}: delete {place.parent.parent / MOVING} and "
         f"{place.parent.parent / TARGET}, and the same command samples them again"
     )
 
 
 def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
-    """Raise UserError, naming the key, for settings that joint training does not support. known: see
+    """Raise UserError, which names the key, for settings that joint training does not support. known: from
     `preconditions.require`."""
     if find_spec("peft") is None:
         raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
@@ -159,7 +159,7 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
         ),
     ):
         if wrong:
-            raise UserError(f"{key}: mode=joint does not support it; {instead}")
+            raise UserError(f"{key}: not supported with mode=joint: {instead}")
     held, sources, tokens = cfg.rollout.held_out_texts, known.sources, cfg.rollout.prompt_tokens
     count = held
     if sources:  # one text of each conversation or document is used
@@ -203,8 +203,8 @@ def warming(cfg: TrainConfig) -> TrainConfig:
 
 
 def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
-    """Return the settings of the second stage: draft and adapter learn for joint.steps= steps, by the last loss of the
-    training. folder: of the run."""
+    """Return the settings of the second stage: draft and adapter learn for joint.steps= steps, with the training's last
+    loss. folder: the run's folder."""
     second = copy.deepcopy(cfg)
     second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
     second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
@@ -222,7 +222,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
 
 def serving_settings(cfg: TrainConfig, folder: Path) -> TrainConfig:
     """Return the settings of the last stage: the draft learns from the moved target for trainer.steps= steps. folder:
-    of the run."""
+    the run's folder."""
     last = copy.deepcopy(cfg)
     last.mode = "distil"
     last.loss = _last_loss(cfg)
@@ -237,12 +237,13 @@ def serving_settings(cfg: TrainConfig, folder: Path) -> TrainConfig:
 
 
 def _last_loss(cfg: TrainConfig) -> Loss:
-    """Return the last loss of the training, set to apply from the first step on."""
+    """Return the training's last loss, changed so that it applies from the first step on."""
     return Loss(first=cfg.loss.then or cfg.loss.first, then=None, switch=0.0, decay=cfg.loss.decay)
 
 
 def _begins_with(cfg: TrainConfig, folder: Path) -> None:
-    """Let the draft of `cfg` begin with the weights in a folder. Sizes of a new draft no longer apply."""
+    """Change `cfg`, in place, so that its draft begins with the weights in a folder. Settings for the sizes of a new
+    draft then have no effect."""
     cfg.init.kind, cfg.draft = "pretrained", cfg.draft.model_copy(update={"path": str(folder)})
 
 
@@ -250,12 +251,11 @@ def _begins_with(cfg: TrainConfig, folder: Path) -> None:
 
 
 class MovingTeacher(MemoryCache):
-    """The teacher of a target that moves. A call reads the states of the moved target, with gradients; `original` reads
-    those of the target without its adapter, and caches them.
+    """The teacher for a target that moves. A call reads the states of the moved target, with gradients. `original`
+    reads the states of the target without its adapter, and caches them.
 
-    record: the states that the last call read. moves: whether the adapter moves in the current step; if not, a call has
-    no gradients.
-    limit: bytes of the cache.
+    record: the states from the last call. moves: whether the adapter moves in the current step; if not, a call has no
+    gradients. limit: bytes of the cache.
     """
 
     def __init__(self, live: Reader, target: nn.Module, limit: int) -> None:
@@ -272,17 +272,17 @@ class MovingTeacher(MemoryCache):
         return self.record
 
     def original(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
-        """Return the states of the original target by layer, without gradients. ids (B, T), keys (B,): the numbers of
-        the texts."""
+        """Return the original target's states by layer, without gradients. ids (B, T). keys (B,): the numbers of the
+        texts. position_ids (B, T): only if texts are packed."""
         return super().__call__(ids, keys, position_ids)
 
 
 class JointTraining(Distillation):
-    """Lightning module that trains a student and the adapter of its target. The loss is that of `Distillation`, with
+    """Lightning module that trains a student and an adapter of its target. The loss is that of `Distillation`, with
     gradients in both, plus the multiplier times KL(original || moved) / epsilon.
 
     adapter: the adapter's parameters. settings: see `config.groups.Joint`. parts, options: other arguments of
-    `Distillation`.
+    `Distillation`. remember: bytes of the teacher's cache.
     """
 
     multiplier: Tensor
@@ -310,8 +310,8 @@ class JointTraining(Distillation):
 
     @property
     def detached(self) -> bool:
-        """Return whether the target's probabilities pass no gradient in the current step. Of the steps in which the
-        adapter moves, these are the share `detach`, evenly spaced: every second one for detach=0.5."""
+        """Return whether the target's probabilities pass no gradient in the current step. Among the steps in which the
+        adapter moves, the share `detach` is such, evenly spaced: every second one for detach=0.5."""
         share, moved = self.settings.detach, self.global_step // self.settings.every
         return int((moved + 1) * share) > int(moved * share)
 
@@ -340,8 +340,8 @@ class JointTraining(Distillation):
         return divergences.kl(p, moved).sum()
 
     def _weight(self, kl: Tensor, batches: int) -> Tensor:
-        """Return the factor of the KL in the loss of a batch, and update the multiplier, in place, by the KL of all
-        processes. kl: mean per position, in nats. batches: of the step."""
+        """Return the factor of the KL in a batch's loss, a scalar. The multiplier is updated, in place, by the KL over
+        all processes. kl (): mean per position, in nats. batches: the number of batches in the step."""
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
@@ -376,7 +376,7 @@ class JointTraining(Distillation):
 
 def add_lora(target: PreTrainedModel, rank: int) -> Any:
     """Put a LoRA adapter (Hu et al. 2021, 2106.09685) into every projection of the target, in place, and return peft's
-    model around it. The new adapter does not change what the target computes. rank: of the adapter's matrices."""
+    model around it. The new adapter does not change the target's outputs. rank: the rank of the adapter's matrices."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(target, LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")).eval()
@@ -391,7 +391,7 @@ def adapters(target: nn.Module) -> list[Any]:
 
 @contextmanager
 def without_adapter(target: nn.Module) -> Iterator[None]:
-    """Let the target compute without its adapter, and without gradients, within the block."""
+    """Let the target compute without its adapter, and without gradients, until the block ends."""
     layers = adapters(target)
     try:
         for layer in layers:
@@ -404,8 +404,8 @@ def without_adapter(target: nn.Module) -> Iterator[None]:
 
 
 def unadapted(live: Reader, target: nn.Module) -> Reader:
-    """Return a function that reads the states of the target without its adapter. live: the function that reads those of
-    the target as it is."""
+    """Return a function that reads the states of the target without its adapter. live: the function that reads its
+    states with the adapter."""
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with without_adapter(target):
@@ -416,15 +416,15 @@ def unadapted(live: Reader, target: nn.Module) -> Reader:
 
 @dataclass
 class SecondStage:
-    """The stage that trains draft and adapter together. cfg, folder: those of the whole run. wrapped: peft's model
-    around the target, once `build` has run."""
+    """The stage that trains draft and adapter together. cfg, folder: the whole run's. wrapped: peft's model around the
+    target; None before `build` has run."""
 
     cfg: TrainConfig
     folder: Path
     wrapped: Any = None
 
     def build(self, job: Job, student: Student, held_out: dict[float, HeldOut]) -> Distillation:
-        """Put the adapter into the target, in place, and return the module that trains both. held_out: by
+        """Put the adapter into the target, in place, and return the module that trains both. held_out: keyed by
         temperature."""
         cfg, target = self.cfg, job.target
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
@@ -457,9 +457,9 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
     """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model around
     the target.
 
-    Held-out texts of the original, one of each conversation or document (`independent`), are split: even ones choose
-    the scale, odd ones certify. The certificate is for the files as they are loaded again, and also for texts that the
-    moved target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
+    The original target's held-out texts, one per conversation or document (`independent`), are split: even ones choose
+    the scale, odd ones certify. The certificate is for the files after they are loaded again. It also covers texts that
+    the moved target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
     """
     held = module.held_out[module.temperature].texts
     apart = independent(held.prompts, job.source("held_out"), cfg.rollout.prompt_tokens)
@@ -492,11 +492,12 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
 
 
 def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -> list[int]:
-    """Return the indices of prompts that are independent of one another: the first of each conversation or document of
-    the source, except prompts that begin with an earlier chosen one or that an earlier chosen one begins with.
+    """Return the indices of prompts that are independent of each other: the first prompt of each conversation or
+    document in the source. A prompt is also left out if it begins with an earlier returned prompt, or if an earlier
+    returned prompt begins with it.
 
-    prompts: token ids of each. tokens: the most tokens of a prompt. A prompt that the source does not have, such as one
-    of shipped texts, counts as a document of its own.
+    prompts: token ids of each. tokens: the most tokens of a prompt. A prompt that is not in the source, for example a
+    shipped one, counts as a separate document.
     """
     units = source.units(tokens)
     first: dict[Any, int] = {}
@@ -512,7 +513,7 @@ def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
     """Return the entries of `moved_target.movement_of`. parts: the movement on each set of texts, by name. The bound is
-    the largest of the sets' bounds; each is computed with its part of the risk, so that all hold together."""
+    the largest of the sets' bounds. Each bound is computed with its part of the risk, so that all hold together."""
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
     each = {
         name: movement_figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids)))
@@ -533,11 +534,12 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
 
 
 def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:
-    """Scale the adapter's change, in place, by a factor of at most 1 for which the bound of the KL on the texts is
-    within epsilon, and return the factor; 0 if none was found. The search assumes that the KL of a small change is
-    about quadratic in the factor.
+    """Scale the adapter's change, in place, by a factor of at most 1 at which the bound on the KL is within epsilon,
+    and return the factor; 0 if none was found. The search assumes that the KL of a small change is about quadratic in
+    the factor.
 
-    live: reads the states of the target with its adapter. head: from states to logits. epsilon: nats per token.
+    live: reads the target's states with its adapter. head: states -> logits. texts: on which the KL is computed.
+    epsilon: nats per token.
     """
     layers = adapters(target)
     ups = [up.weight for layer in layers for up in layer.lora_B.values()]
@@ -568,7 +570,8 @@ def _scaled(ups: Sequence[Tensor], whole: Sequence[Tensor], scale: float) -> Non
 
 
 def sampled_again(cfg: TrainConfig, target: PreTrainedModel, job: Job, texts: Texts) -> Texts:
-    """Return texts that the moved target samples, in the regime, from the prompts of `texts`. target: the moved one."""
+    """Return texts that the moved target samples, in the regime, from the prompts of `texts`. target: the moved
+    target."""
     sampler = Own(Engine(target, tokenizer=job.tokenizer, rows=cfg.rollout.rows))
     seed, keys = cfg.rollout.seed + 1, list(range(len(texts)))
     new = sampler(texts.prompts, sampling(cfg.regime), cfg.rollout.new_tokens, seed, keys)

@@ -1,6 +1,6 @@
 """Distillation of a draft from a frozen target: the losses of a step, and the LightningModule.
 
-B texts, T tokens of a text, K guesses (one for each depth).
+B texts, T tokens of a text, S tokens of an encoder input, K guesses (one for each depth).
 """
 
 import math
@@ -60,17 +60,16 @@ class Stage:
 
 
 def current(stages: Sequence[Stage], progress: float) -> LossSpec:
-    """Return the loss at a progress in [0, 1]: that of the first stage that has not ended, or else of the
-    last stage."""
+    """Return the loss at a progress in [0, 1]: the loss of the first stage that has not ended, or of the last stage."""
     return next((stage.loss for stage in stages if progress < stage.until), stages[-1].loss)
 
 
 class PositionLosses(NamedTuple):
     """The losses per position of a batch.
 
-    mean: their sum over guesses, divided by the count of the step; a scalar.
-    terms: the part of each term of the loss in `mean`, by name.
-    statistics: the acceptance of each guess.
+    mean: their sum over guesses, divided by the step's count; a scalar.
+    terms: each term's part in `mean`, by name.
+    statistics: the acceptance statistics of each guess.
     """
 
     mean: Tensor
@@ -84,8 +83,9 @@ class StepLoss:
 
     spec: the current loss.
     asked: the batch, with the target's distributions.
-    guesses: what the student predicts, one guess for each depth (K of them).
-    logs: log p and log q of the sampled tokens, see `LossBatch.logs`; None if no loss and no weight needs them.
+    guesses: the student's K predictions, one for each depth.
+    logs: log p and log q of the sampled tokens, see `LossBatch.logs`; None if neither the loss nor the weights of the
+    depths need them.
     counts: the numbers by which the sums are divided.
     k: the draft length of the sequence losses.
     """
@@ -99,8 +99,8 @@ class StepLoss:
 
     @cached_property
     def saved(self) -> Tensor | None:
-        """Return the number of target calls that a unit of acceptance saves at each sampled token, see
-        `LossBatch.saved`."""
+        """Return how many target calls one more unit of acceptance saves at each sampled token, see `LossBatch.saved`.
+        None without `logs`."""
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class StepLoss:
         """Return the losses per position. A weighted loss is a mean over tokens, each weighted by the target calls that
         acceptance saves there.
 
-        predicted (B, T-1) bool: the tokens in the loss.
+        predicted (B, T-1) bool: which tokens the loss counts.
         share (K,): the weight of each guess.
         measured: whether the statistics of the guesses are computed.
         """
@@ -147,8 +147,8 @@ class StepLoss:
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
     """Return log p and log q of the sampled tokens, see `LossBatch.logs`. They have gradients only for a sequence loss.
-    Return None if neither the loss nor the weights of the depths need them.
-    by_depth: whether the weights of the depths are computed from them."""
+    Return None if neither the loss nor the weights of the depths need them. by_depth: whether the weights of the depths
+    need them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -162,14 +162,14 @@ class Distillation(lightning.LightningModule):
 
     stages: losses of `cotrain.losses.spec`, in order.
     optimizer, scheduler: factories; the first is called with the draft, the second with the optimiser.
-    held_out: texts sampled from the target, by temperature, on which every validation evaluates the draft.
+    held_out: texts sampled from the target, keyed by temperature. Every validation evaluates the draft on them.
     temperature, truncate: the regime, see `chunked`.
-    chunk: guesses whose distributions are in memory at once; by default `chunked.chunk_positions`.
+    chunk: the number of positions whose distributions are in memory at once; None for `chunked.chunk_positions`.
     remember: bytes of memory in which the target's states are cached.
     k: draft length of the sequence losses.
-    seed: seed of a student's random choices.
-    progress: progress of the whole training, which `stages` refer to; None: the trainer's steps.
-    decay: the weight of depth j is decay ** j; None: exact weights, see `losses.batch.shares`.
+    seed: seed of the student's random choices.
+    progress: the progress of the whole training, by which `stages` end; None: the trainer's steps.
+    decay: the weight of depth j (0-based) is decay ** j; None: exact weights, see `losses.batch.shares`.
     teacher: the target as two functions, see `target_model.served`; None: made from `target`.
 
     Raises ValueError for a student that cannot be trained.
@@ -215,7 +215,7 @@ class Distillation(lightning.LightningModule):
         self.fitted = False  # whether `_fit_texts` has run
 
     def configure_model(self) -> None:
-        """Shard the draft if the strategy shards it. `assemble` undoes it."""
+        """Shard the draft if the strategy shards it. `assemble` undoes this."""
         if self.device_mesh is not None and not self.whole:
             self.whole = [self.draft]
             self._replace(sharded(self.draft, self.device_mesh["data_parallel"]))
@@ -243,13 +243,14 @@ class Distillation(lightning.LightningModule):
             self.whole = []
 
     def transfer_batch_to_device(self, batch: dict[str, Any], device: torch.device, dataloader_idx: int) -> Any:
-        """Return the batch on the device. Its entry "host" is the batch on the CPU, which can be read without waiting
-        for a GPU."""
+        """Return the batch on the device. Its entry "host" is the same batch on the CPU, which can be read without
+        waiting for a GPU."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         return moved | {"host": batch} if isinstance(moved, dict) else moved
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss of a batch, see `learn`. Raises NotFinite, at the latest at the next logged step."""
+        """Return the loss of a batch, see `learn`. If the loss is not finite, NotFinite is raised now or at the next
+        logged step."""
         loss = within(self.draft, lambda: self.learn(batch))
         self.unread.append((self.global_step + 1, loss.detach(), batch.get("host", batch)))
         if self.watched or loss.device.type == "cpu":  # else a GPU would wait for the host in each step
@@ -268,17 +269,16 @@ class Distillation(lightning.LightningModule):
                 raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raise NotFinite instead of saving weights of a step whose loss was not finite."""
+        """Raise NotFinite instead of saving weights after a step whose loss was not finite."""
         self.require_finite()
 
     def learn(self, batch: dict[str, Any]) -> Tensor:
         """Return the loss of a batch, a scalar.
 
-        ids (B, T), predicted (B, T-1) bool: the tokens in the loss, key (B,): the number of each text, temperature
-        (B,).
-        position_ids (B, T): only if texts are packed. source (B, S): only if texts have sources. sampled (B, T-1) bool:
-        see `distributed.sampled_mask`.
-        counts, group: only if a step has several batches, see `distributed.Grouped`.
+        The batch has ids (B, T); predicted (B, T-1) bool: which tokens the loss counts; key (B,): the number of each
+        text; temperature (B,); position_ids (B, T) if texts are packed; source (B, S) if the target has an encoder;
+        sampled (B, T-1) bool, see `distributed.sampled_mask`; counts and group if a step has several batches, see
+        `distributed.Grouped`.
         """
         if not self.batch_sums:
             self.step_figures = {}
@@ -315,7 +315,7 @@ class Distillation(lightning.LightningModule):
         return mean
 
     def distributions(self, record: Record) -> FromStates:
-        """Return the target's distributions for a batch. record: its hidden states of that batch, by layer."""
+        """Return the target's distributions for a batch. record: its hidden states for this batch, by layer."""
         return FromStates(record[LAST], self.head_target)
 
     def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
@@ -324,18 +324,18 @@ class Distillation(lightning.LightningModule):
 
     @property
     def watched(self) -> bool:
-        """Return whether the figures of the current step are logged. Between two steps, the next one is the current
-        one."""
+        """Return whether the figures of the current step are logged. Between two steps, the next one counts as the
+        current one."""
         return (self.global_step + 1) % WATCHED == 0
 
     @property
     def done(self) -> float:
-        """Return the share of the training that is done, in [0, 1]."""
+        """Return which share of the training is done, in [0, 1]."""
         return (self.progress or Progress(self.trainer.max_steps)).at(self.global_step)
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
-        """Add values to the sums over the batches of a step. After the last batch the sums become the figures of the
-        step."""
+        """Add scalars to the sums over the batches of a step. After the last batch, the sums become the figures of the
+        step. values: by name. watched: whether the figures of this step are logged."""
         _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
@@ -347,7 +347,8 @@ class Distillation(lightning.LightningModule):
         self.batch_sums = {}
 
     def _note_acceptance(self, guesses: Sequence[Guess], statistics: Sequence[Statistics]) -> None:
-        """Set the acceptance at each depth in the figures of the step. Names of later depths end in their number."""
+        """Add the acceptance at each depth to the figures of the step. Names for later depths end in the depth's number
+        (1-based)."""
         values = {"acceptance_greedy_draft": statistics[0].alpha_greedy}
         for guess, one in zip(guesses, statistics, strict=True):
             if one.positions:  # else no text of the batch is long enough
@@ -356,7 +357,7 @@ class Distillation(lightning.LightningModule):
             self.step_figures |= dict(zip(values, torch.stack(list(values.values())).tolist(), strict=True))
 
     def _shares(self, step: StepLoss) -> Tensor:
-        """Return the weight of each guess, (K,), which is the same on every process."""
+        """Return the weight of each guess, (K,), the same on every process."""
         if step.spec.weighted or len(step.guesses) == 1:
             return torch.ones(len(step.guesses))
         by_depth = None if step.saved is None else step.saved.sum((0, 1))
@@ -365,7 +366,7 @@ class Distillation(lightning.LightningModule):
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
-        """Return the numbers that divide the losses. Counts are averaged over processes, because DDP averages
+        """Return the numbers by which the losses are divided. They are averaged over processes, because DDP averages
         gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
@@ -375,7 +376,7 @@ class Distillation(lightning.LightningModule):
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Return uniforms (B, T) that depend only on seed, step, text and position, so that a resumed run repeats them.
-        keys (B,): the numbers of the texts."""
+        keys (B,): the numbers of the texts. positions: T."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
@@ -387,8 +388,8 @@ class Distillation(lightning.LightningModule):
         self.judge()
 
     def judge(self) -> None:
-        """Score the current draft on the held-out texts. `acceptance`, `tau` and `scores` then return these figures. A
-        time limit may reduce the number of texts."""
+        """Score the current draft on the held-out texts. `acceptance`, `tau` and `scores` then return these figures.
+        With a time limit, fewer texts may be used."""
         self.require_finite()
         self._fit_texts()
         began = time.monotonic()
@@ -401,8 +402,8 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts to as many as one evaluation has time for, which is estimated by timing a few of
-        them. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts, in place, to as many as one evaluation has time for. A few are timed to estimate
+        this. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
@@ -417,8 +418,8 @@ class Distillation(lightning.LightningModule):
         self.fitted = True
 
     def _seconds_a_text(self, budget: float) -> float:
-        """Return the seconds per held-out text. The first texts are only a warm-up. If `budget` seconds allow a whole
-        batch, that batch is timed instead, since a GPU then needs less time per text."""
+        """Return the seconds per held-out text. The first texts are only a warm-up. If a whole batch fits into `budget`
+        seconds, it is timed instead, since a GPU then needs less time per text."""
         start = time.monotonic()
         each = 0.0
         for count in (FEW, FEW, BATCH):
@@ -436,28 +437,28 @@ class Distillation(lightning.LightningModule):
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
-        """Return the draft's scores on other held-out texts, by domain; "all": on all of them."""
+        """Return the draft's scores on other held-out texts, keyed by domain; "all" is for all of them."""
         return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
-        """Return, by temperature, the profile of the held-out texts, see `evaluation.profile`."""
+        """Return the profile of the held-out texts, keyed by temperature, see `evaluation.profile`."""
         with self._display("profiles", self.held_out) as add:
             return {t: profile(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def divergence(self, decode: Decode) -> dict[str, Any]:
-        """Return where draft and target diverge on the regime's held-out texts, see `evaluation.divergence`. decode:
-        from token ids to text."""
+        """Return where draft and target differ on the regime's held-out texts, see `evaluation.divergence`. decode:
+        token ids -> text."""
         held = self.held_out[self.temperature]
         with self._display("divergence", {self.temperature: held}) as add:
             return divergence(held, self.student, self.head_target, decode, add)
 
     def acceptance(self) -> dict[str, float]:
-        """Return the figures of `held_out.figures` for all temperatures, by name, such as alpha_T0.5/code."""
+        """Return the figures of `held_out.figures` for all temperatures, by names such as alpha_T0.5/code."""
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """Return tau of the draft without its Markov head, as engines serve it that support none, by draft length and
-        temperature. Return {} for a draft without such a head."""
+        """Return the tau that the draft has without its Markov head, because some engines do not support one. The names
+        contain draft length and temperature. Return {} for a draft without a Markov head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
         if markov is None:
@@ -478,12 +479,12 @@ class Distillation(lightning.LightningModule):
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
         """Return tokens per target call at draft length k in the regime, as predicted on the held-out texts.
 
-        objective: "sampled" or "greedy", the way drafts are chosen. verify: the rule of verification.
+        objective: "sampled" or "greedy" drafting. verify: the verification rule.
         """
         return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
-        """Return the scores on all held-out texts together, by temperature."""
+        """Return the scores on all held-out texts together, keyed by temperature."""
         return {t: scores["all"] for t, scores in self.judged.items()}
 
     def configure_optimizers(self) -> Any:
@@ -493,16 +494,16 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Return the acceptance of the first drafted token, which is "sampled" or "greedy" (`objective`)."""
+    """Return the acceptance of the first drafted token. objective: "sampled" or "greedy" drafting."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
-    """Return tokens per target call, as predicted from scores. Arguments as in `Distillation.tau`."""
+    """Return tokens per target call, as predicted from scores. Arguments: see `Distillation.tau`."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 
 def _tag(name: str, temperature: float) -> str:
-    """Return the report's name of a figure at a temperature: alpha/code at 0.5 gives alpha_T0.5/code."""
+    """Return the report's name for a figure at a temperature: alpha/code at 0.5 gives alpha_T0.5/code."""
     figure, rest = name.split("/", 1)
     return f"{figure}_T{temperature:g}/{rest}"

@@ -26,8 +26,9 @@ HALVES = {
 class MuonAdamW(torch.optim.Optimizer):
     """An optimiser that applies Muon (Jordan 2024) to matrices, and AdamW to embeddings, heads and norms.
 
-    Its `param_groups` are those of both optimisers, so a schedule applies to both. Muon's updates are scaled to the
-    size of AdamW's, so that one learning rate fits both.
+    Its `param_groups` are the groups of both optimisers, so a schedule applies to both. Muon's updates are scaled to
+    the size of AdamW's, so one learning rate fits both.
+
     betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's learning rate; None: `lr`.
     """
 
@@ -73,8 +74,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return two lists of the trainable parameters: the matrices that are neither embedding nor head, and all
-    others."""
+    """Return two lists of the trainable parameters: matrices that are neither embedding nor head, and all others."""
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     matrices: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -88,7 +88,7 @@ def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
     """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
 
-    It is fused unless the weights are sharded. This saves a tenth of the time of a step if a small draft has a large
+    It is fused unless the weights are sharded. This saves a tenth of a step's time if a small draft has a large
     embedding.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -108,9 +108,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
-    """Return a schedule whose learning rate rises linearly over the first fraction `warmup` of the training, is then
-    constant, and falls linearly to 0 over the last fraction `decay`. A training that is extended resumes at its
-    progress in the longer training."""
+    """Return a schedule in which the learning rate rises linearly over the first fraction `warmup` of the training, is
+    then constant, and falls linearly to 0 over the last fraction `decay`. If a finished training is extended, the rate
+    continues at its progress in the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)
@@ -122,10 +122,10 @@ def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: floa
 
 
 def precision(name: str, device: str | None = None, key: str = "trainer.precision") -> str:
-    """Return Lightning's name of a precision. "auto" is bf16-mixed, or 32-true on a CPU without fast bfloat16. device:
-    None: the GPU, if there is one.
+    """Return Lightning's name for a precision. "auto" gives bf16-mixed, or 32-true on a CPU without fast bfloat16.
+    device: None for the GPU, if there is one.
 
-    Raises UserError, naming `key`, for weights in half precision: there, an update is lost if it is below half the
+    Raises UserError, which names `key`, for weights in half precision. There, an update is lost if it is below half the
     distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16.
     """
     if name in HALVES:

@@ -1,6 +1,6 @@
 """Checks of settings, files and machine before a training run loads any weight of the target.
 
-`check=true` and the run call `require` first, so both reject the same settings with the same message.
+Both `check=true` and a run call `require` first, so both reject the same settings with the same message.
 """
 
 import os
@@ -65,8 +65,8 @@ TAUGHT = ("independent", "conditioned", "parallel", "eagle", "p_eagle", "block",
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded: both models on the meta device, the target's tokenizer, and the user's
-    prompts or documents by split."""
+    """A run before its weights are loaded: target and draft on the meta device, the target's tokenizer, and sources:
+    split -> the user's prompts or documents."""
 
     target: PreTrainedModel
     tokenizer: Tokenizer
@@ -76,10 +76,11 @@ class RunOutline:
 
 def require(cfg: TrainConfig) -> RunOutline:
     """Check, before any weight is loaded, everything that would stop the run later. Return the models without weights,
-    and the texts. May set `rollout.prompt_tokens` in `cfg`. Raises UserError naming the key to change.
+    and the texts. rollout.prompt_tokens in `cfg` is set, in place, if it is 0. Raises UserError, which names the key to
+    change.
 
     Two things are checked elsewhere: `run_folder.refuse_folder` checks the output folder, and whether the embedded
-    corpora have enough prompts is known only once they are read.
+    corpora have enough prompts is known only after they are read.
     """
     with user_errors():
         _settings(cfg)
@@ -111,8 +112,8 @@ def require(cfg: TrainConfig) -> RunOutline:
 
 
 def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Read and check the user's texts, and set `rollout.prompt_tokens` in `cfg` if it is 0. Return the texts by split,
-    {} for the embedded corpora. Raises UserError or ValueError naming the key."""
+    """Read and check the user's texts, and set rollout.prompt_tokens in `cfg`, in place, if it is 0. Return the texts,
+    keyed by split; {} for the embedded corpora. Raises UserError or ValueError, which names the key."""
     sources = read_texts(cfg, target, tokenizer)
     _texts(cfg, tokenizer, sources)
     _shares(cfg, target, sources)
@@ -148,8 +149,8 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model on the meta device, without weights. Raises UserError naming `key` if its folder has no weights,
-    or if the engine cannot run the model."""
+    """Return a model on the meta device, without weights. Raises UserError, which names `key`, if its folder has no
+    weights, or if the engine cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     try:
@@ -167,7 +168,7 @@ def sketch(
 
 
 def _weights(key: str, folder: Path) -> None:
-    """Raise UserError for a folder without weights. Models of the hub are checked when they are loaded."""
+    """Raise UserError for a folder without weights. Models on the hub are checked when they are loaded."""
     try:
         if folder.is_dir():
             weight_files(folder)
@@ -176,7 +177,7 @@ def _weights(key: str, folder: Path) -> None:
 
 
 def _settings(cfg: TrainConfig) -> None:
-    """Check the settings that need no model and no texts."""
+    """Check the settings for which neither models nor texts are needed."""
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(
             f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"
@@ -202,7 +203,7 @@ def _settings(cfg: TrainConfig) -> None:
 
 
 def refuse_training(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the keys, for wrong settings of a training: numbers out of range, a batch that the
+    """Raise ValueError, which names the keys, for wrong training settings: numbers out of range, a batch that the
     processes cannot share equally, or more than one of quantised, averaged and sharded weights."""
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
@@ -226,8 +227,8 @@ def refuse_training(cfg: TrainConfig) -> None:
 
 
 def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
-    """Raise ValueError, naming the key, if optimizer.warmup or optimizer.decay is not in [0, 1]. steps: the number of
-    steps, for the message."""
+    """Raise ValueError, which names the key, if optimizer.warmup or optimizer.decay is not in [0, 1]. steps: the number
+    of steps, for the message."""
     for key, value in (("warmup", warmup), ("decay", decay)):
         if not 0 <= value <= 1:
             hint = f"; {value:g} of {steps} steps are optimizer.{key}={value / steps:.2g}" if 1 < value <= steps else ""
@@ -235,8 +236,8 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, naming the key, for a time limit with rollout.rounds > 1, since rounds end at given steps; and
-    for a run that measures, if bench.minutes leaves training less than the share LEAST of minutes=."""
+    """Raise ValueError, which names the key, in two cases: a time limit with rollout.rounds > 1, since rounds end at
+    given steps; and a run that measures, if bench.minutes leaves training less than the share LEAST of minutes=."""
     for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
         if limit and cfg.rollout.rounds > 1:
             raise ValueError(
@@ -279,8 +280,8 @@ def _lightning(cfg: Trainer) -> None:
 
 
 def machine(cfg: Trainer) -> None:
-    """Raise UserError if the machine has no GPU, or fewer GPUs than processes, though the settings ask for them. On a
-    CPU, processes share it."""
+    """Raise UserError if the settings ask for a GPU and the machine has none, or for more GPUs than it has. Without a
+    GPU, processes share the CPU."""
     if device() == "cpu":
         if cfg.accelerator == "gpu":
             raise UserError(
@@ -303,7 +304,9 @@ def _folders(cfg: TrainConfig) -> None:
         raise UserError("target.adapter: it needs peft: pip install 'cotrain[adapter]'")
     local = adapter and (Path(adapter).is_absolute() or Path(adapter).exists())
     if adapter and local and not (Path(adapter) / "adapter_config.json").is_file():
-        raise UserError(f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json")
+        raise UserError(
+            f"target.adapter: {adapter} is not an adapter: it has no adapter_config.json: name a PEFT folder"
+        )
     if cfg.rollout.url:
         server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
@@ -332,8 +335,8 @@ def _teacher(cfg: TrainConfig) -> None:
 
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
-    """Return a client of the server at `url`. Print the sampling settings that the server applies in the regime, if it
-    reports them. Raises UserError naming `key` if no server answers."""
+    """Return a client for the server at `url`. Print the sampling settings that the server applies in the regime, if it
+    reports them. Raises UserError, which names `key`, if no server answers."""
     try:
         client = Client(url, model)
         if said := client.resolved_settings(regime):
@@ -344,8 +347,8 @@ def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Cl
 
 
 def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Raise UserError for a target that does not support its quantisation setting, or has fewer rows than its tokenizer
-    has ids."""
+    """Raise UserError for a target that does not support its quantisation setting, or that has fewer rows in its head
+    than its tokenizer has ids."""
     refuse_quantisation(cfg.target.path, cfg.quantisation.kind, target.config)
     if target.config.is_encoder_decoder:
         refuse_sourced(cfg, target)
@@ -367,8 +370,8 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
 
 
 def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
-    """Raise UserError, naming the key, for settings that an encoder-decoder does not support. Also raises the errors of
-    `start_of`."""
+    """Raise UserError, which names the key, for settings that an encoder-decoder does not support. Also raises the
+    errors of `start_of`."""
     start_of(target)
     config, depth = target.config, layers_of(target.config)
     if depth > config.num_hidden_layers and not getattr(config, CACHED, None):
@@ -393,13 +396,13 @@ def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
     }
     if wrong := [key for key, used in unsupported.items() if used]:
         raise UserError(
-            f"{wrong[0]}: not for {name}: {choice}, with sources from data.path=, texts that this engine samples, and "
-            "a draft that is neither quantised nor sharded: change or leave out this setting"
+            f"{wrong[0]}: not for {name}: {choice}, with encoder inputs from data.path=, texts that this engine "
+            "samples, and a draft that is neither quantised nor sharded: change or leave out this setting"
         )
 
 
 def ids_of(tokenizer: Tokenizer) -> int:
-    """Return the number of ids of a tokenizer. Ids below the last one that have no token count too."""
+    """Return the number of ids in a tokenizer. Ids without a token below the last one count too."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
@@ -430,7 +433,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Check the model draft.path, if the run reads it: it must have weights and the target's token ids."""
+    """Check the model draft.path=, if the run reads it: it must have weights and the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
         own = load_words(path, key="draft.path")
         _weights("draft.path", Path(path))
@@ -439,7 +442,7 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Return whether the run reads draft.path: with init=pretrained, and for kinds that are not trained."""
+    """Return whether the run reads draft.path=: with init=pretrained, and for kinds that are not trained."""
     return cfg.init.kind == "pretrained" or (not cfg.draft.trained and cfg.draft.path is not None)
 
 
@@ -454,34 +457,35 @@ def _size_settings(cfg: TrainConfig) -> str:
 
 
 def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
-    """Raise UserError if the token ids of a draft are not the target's. path: of the draft, for the message. own: the
-    draft's tokenizer."""
+    """Raise UserError if a draft's token ids are not the target's. path: the draft's, for the message. own: the draft's
+    tokenizer."""
     if problems := tokenizer_problems(tokenizer, own):
         raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
 
 
 def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -> None:
     """Raise UserError if a draft looks up token ids that were made with another tokenizer than the target's. where: the
-    setting or file of the draft, with which the message begins."""
+    beginning of the message, a setting of the draft."""
     store = Retrieval.of_settings(getattr(draft.config, "lookup", None) or {}).datastore
     if store and store.about.tokenizer not in (None, hash_tokenizer(tokenizer)):
         raise UserError(
-            f"{where}: its datastore was made with the tokenizer of target.path="
-            f"{store.about.made.get('target')}, which is not the target's; make one with the target's "
-            "tokenizer: cotrain datastore"
+            f"{where}: the datastore has token ids of another tokenizer (that of {store.about.made.get('target')}): "
+            "make a new one for this run's target with cotrain datastore target.path="
         )
 
 
 def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapter: str | None) -> None:
-    """Print a line to stderr if the target's weights are not those that the draft was trained for.
-    draft: the draft's folder. metadata: the content of its cotrain.json. target, adapter: paths."""
+    """Print a line to stderr if the draft was trained for other weights of this target.
+
+    draft: the draft's folder. metadata: the content of its cotrain.json, or None without one. target, adapter: paths.
+    """
     if not rank() and (changed := other_weights(metadata, target, adapter)):
         print(f"draft.path={draft}: {changed}", file=sys.stderr)
 
 
 class Size(NamedTuple):
-    """The size of a model. parameters: the number of all parameters. active: the number that a pass uses for one token,
-    which gives its cost: with the head and the chosen experts, without embeddings that are only looked up."""
+    """The size of a model. parameters: the number of all parameters. active: how many a pass uses for one token, which
+    gives its cost: with the head and the chosen experts, without embeddings that are only looked up."""
 
     parameters: int
     active: int
@@ -509,9 +513,9 @@ def size_of(model: PreTrainedModel) -> Size:
 
 
 def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> dict[str, Source]:
-    """Return the user's prompts or documents by split, and set `rollout.prompt_tokens` in `cfg` if it is 0. No held-out
-    prompt is one that the draft learns from. The embedded corpora are read only for trainer.corpus_steps; otherwise
-    return {} for them."""
+    """Return the user's prompts or documents, keyed by split, and set rollout.prompt_tokens in `cfg`, in place, if it
+    is 0. The draft learns from no held-out prompt. The embedded corpora are read only for trainer.corpus_steps;
+    otherwise {} is returned for them."""
     splits = SPLITS if cfg.data.path else SPLITS[:2] if reads_given(cfg, False) else ()
     limit = partial(fill_prompt_tokens, cfg, target, timed(cfg.bench) * cfg.measure)
     if not splits:
@@ -524,10 +528,12 @@ def read_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) 
 def fill_prompt_tokens(
     cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, measured: int, sources: Mapping[str, Source]
 ) -> int:
-    """Set `rollout.prompt_tokens` in `cfg` if it is 0, and return it. Raises UserError if the target's context has no
-    room for prompts.
-    measured: the tokens that a measurement needs after a prompt. sources: the user's texts by split, or {} for the
-    embedded corpora."""
+    """Set rollout.prompt_tokens in `cfg`, in place, if it is 0, and return it. Raises UserError if the target's context
+    has no room for prompts.
+
+    measured: how many tokens a measurement needs after a prompt. sources: split -> the user's texts, or {} for the
+    embedded corpora.
+    """
     if not cfg.rollout.prompt_tokens and target.config.is_encoder_decoder and not cfg.data.path:
         cfg.rollout.prompt_tokens = LONGEST
     if not cfg.rollout.prompt_tokens:
@@ -545,7 +551,7 @@ def fill_prompt_tokens(
 
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Return one line for each of the first prompts, as the target reads them, special tokens included."""
+    """Return one line for each of the first `SHOWN` prompts, as the target reads them, special tokens included."""
     lines = []
     for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
         text = str(tokenizer.decode(ids))
@@ -555,8 +561,8 @@ def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
 
 
 def _counts(cfg: TrainConfig, source: Source) -> list[str]:
-    """Return lines for the user: there are fewer prompts than rollout.texts=, each text is read many times, completions
-    are not learnt."""
+    """Return lines for the user, if they apply: there are fewer prompts than rollout.texts=; completions are not
+    learnt; each text is read many times."""
     ask, given = cfg.rollout, cfg.data.on_target and isinstance(source, PromptRows)
     prompts = source.prompts(ask.texts, ask.prompt_tokens, ask.seed)
     fewer = max(Counter(domain for domain, _ in prompts).values()) < ask.texts
@@ -580,8 +586,8 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
 
 
 def _texts(cfg: TrainConfig, tokenizer: Tokenizer, sources: Mapping[str, Source]) -> None:
-    """Check that there are enough texts for training, for ranking checkpoints and for measuring. Print what was
-    found."""
+    """Check that there are enough texts for training, for ranking checkpoints and for measuring. Print how many there
+    are."""
     if not cfg.data.path:
         refuse_given(cfg)
         return
@@ -609,8 +615,8 @@ def _refuse_template(cfg: TrainConfig, rendered: bool) -> None:
 
 
 def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source], split: str) -> set[str]:
-    """Return the names of the domains of a split: those of the user's texts or of the embedded corpora. For an
-    encoder-decoder, the latter are tasks."""
+    """Return the names of a split's domains, in the user's texts or in the embedded corpora. For an encoder-decoder,
+    the latter are tasks."""
     if from_target(cfg.data):
         return {SELF}
     if split in sources:
@@ -649,7 +655,7 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return how many tokens a measurement needs after a prompt: those of its text, or those of the texts on which
+    """Return how many tokens a measurement needs after a prompt: the tokens of its texts, or of the texts on which
     costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
@@ -660,18 +666,19 @@ def timed_by(size: Bench) -> str:
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:
-    """Raise UserError if a prompt of `prompt` tokens with `new` more exceeds `room`, the context in tokens.
-    key, other: the settings that `prompt` and `new` come from.
-    start: the first ids of the decoder's texts, for an encoder-decoder: the source and the decoder's text, `start` plus
-    `new` tokens, must then each fit."""
+    """Raise UserError if a prompt of `prompt` tokens with `new` more tokens exceeds `room`, the context in tokens.
+
+    key, other: the settings that give `prompt` and `new`. start: for an encoder-decoder, the first ids of the decoder's
+    texts. The encoder input (`prompt` tokens) and the decoder's text (`start` plus `new` tokens) must then each fit.
+    """
     if start is not None:
         for name, size in ((key, prompt), (other, len(start) + new)):
             if size > room:
                 raise UserError(f"{name}: {size} tokens exceed the context of {room} tokens: lower it")
     elif prompt + new > room:
         raise UserError(
-            f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed the context of {room} tokens, "
-            "that of target and draft: lower one of them"
+            f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed {room} tokens, the longest text "
+            "for target and draft: lower one of the two"
         )
 
 
@@ -679,7 +686,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 
 
 def refuse_packed(job: Job, student: Student) -> None:
-    """Raise ValueError if target or draft would read texts that are packed into one block as one text."""
+    """Raise ValueError if target or draft would read texts that are packed into one block as a single text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])
@@ -701,13 +708,13 @@ def refuse_losses(cfg: TrainConfig) -> None:
 
 
 def refuse_rounded(kind: str, quantisation: str, target: PreTrainedModel) -> None:
-    """Raise ValueError for a draft that is the target in fewer bits, if the target is quantised already.
-    kind: of the draft. quantisation: quantisation.kind of the run."""
+    """Raise ValueError for a draft that is the target in fewer bits, if the target is already quantised. kind: the kind
+    of draft. quantisation: the run's quantisation.kind."""
     current = quantisation if quantisation != "none" else quantisation_of(target.config)
     if student_class(kind).rounds_target and current != "none":
         raise ValueError(
-            f"quantisation: {kind} drafts with the target in fewer bits, but the target is already in "
-            f"{current}: use a target that is not quantised, or another kind of draft"
+            f"quantisation: draft={kind} rounds the target itself, but the target is already in {current}: set "
+            "quantisation=none or name an unquantised target.path=, or set another draft="
         )
 
 

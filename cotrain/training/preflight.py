@@ -1,7 +1,7 @@
 """The estimate of `check=true`, made before any weight is loaded: what a run needs and how long it takes.
 
 Two quick measurements of this machine, of matrix products and of copies, give the durations. A pass over many tokens is
-limited by products, and a pass of one token per row by reading the weights; each takes the larger of the two times.
+limited by products, and a pass over one token per row by reading the weights; each takes the longer of the two times.
 Caches, launches and Python are ignored, so a duration is right to a factor of about two.
 """
 
@@ -43,7 +43,7 @@ COUNTED = 32  # rows of the passes that are not timed: those for the taus of the
 
 @dataclass(frozen=True)
 class Need:
-    """What a run needs. target, draft: parameters. memory, disk: bytes."""
+    """The needs of a run. target, draft: parameters. memory, disk: bytes."""
 
     target: int
     draft: int
@@ -53,7 +53,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Durations:
-    """The seconds of each phase of a run. texts: the number of texts that are sampled."""
+    """The seconds of each phase of a run. texts: how many texts are sampled."""
 
     sampling: float
     training: float
@@ -67,7 +67,7 @@ class Durations:
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """The speed of this machine. flops: operations per second of a matrix product. bandwidth: bytes read per second."""
+    """The speed of this machine. flops: operations per second in a matrix product. bandwidth: bytes read per second."""
 
     flops: float
     bandwidth: float
@@ -77,13 +77,13 @@ class MachineSpeed:
         return 2.0 * parameters * tokens / (self.flops * REACHED)
 
     def step(self, parameters: float, rows: int, bytes_each: float) -> float:
-        """Return the seconds of a pass over one token of each row. bytes_each: bytes of a parameter."""
+        """Return the seconds of a pass over one token per row. bytes_each: bytes per parameter."""
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
 def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return lines for the user about a run that `require` accepts. Raises UserError, naming the keys, if there is too
-    little memory or disk."""
+    """Return lines for the user about a run that `require` accepts. Raises UserError, which names the keys, if there is
+    too little memory or disk."""
     need, rows = estimate_need(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
@@ -120,8 +120,8 @@ def _minutes(seconds: float) -> str:
 
 
 def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return lines with the first prompts of the embedded corpora, or, for data=self, with the text that the target
-    continues."""
+    """Return lines with the first prompts of the embedded corpora or, for data=self, with the text that the target
+    continues. Return [] for the user's prompts, which are already printed."""
     if from_target(cfg.data):
         ids = opening(template_of(cfg, known.target, known.tokenizer)).ids
         return [
@@ -137,9 +137,8 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Return what a run needs. Sampling and training do not overlap, so the larger of the two counts. To certify, a
-    joint training has three targets in memory: the trained one, and the original and the moved one as they are loaded
-    again."""
+    """Return the needs of a run. Sampling and training do not overlap, so the larger of the two counts. To certify, a
+    joint training has three targets in memory: the trained one, and the original and the moved one, loaded again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
@@ -157,14 +156,13 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
 
 
 def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
-    """Return the quantisation of the target's weights: that of the settings, or else the checkpoint's own, such as awq
-    or fp8."""
+    """Return the quantisation of the target's weights: the setting, or else the checkpoint's own, such as awq or
+    fp8."""
     return cfg.quantisation.kind if cfg.quantisation.kind != "none" else quantisation_of(known.target.config)
 
 
 def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
-    """Return the most tokens of a text that the target samples, and of a text of the user's that is learnt in corpus
-    steps."""
+    """Return the most tokens of a text that the target samples, and of a user's text in corpus steps."""
     sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
     given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
     return sampled, given
@@ -178,8 +176,8 @@ def _longest(cfg: TrainConfig, known: RunOutline) -> int:
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Return the bytes of keys and values, those of waiting prompts included, while texts are sampled or while a
-    checkpoint is timed, whichever is larger."""
+    """Return the bytes of keys and values, including waiting prompts', while texts are sampled or while a checkpoint is
+    timed, whichever is larger."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
@@ -197,14 +195,14 @@ def _memory() -> float:
 
 
 def _steps(cfg: TrainConfig) -> str:
-    """Return the number of steps as text; for a joint training, that of each stage."""
+    """Return the number of steps as text; for a joint training, the number in each stage."""
     if cfg.mode != "joint":
         return str(cfg.trainer.steps)
     return f"{cfg.joint.warm_steps} + {cfg.joint.steps} with the target + {cfg.trainer.steps}"
 
 
 def _existing(path: Path) -> Path:
-    """Return the path or its nearest parent that exists."""
+    """Return the path, or its nearest parent that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent
@@ -215,7 +213,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Return how long each phase of a run takes, if no text of an earlier run can be used again."""
+    """Return how long each phase of a run takes, if no texts of an earlier run can be used again."""
     machine = machine_speed()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
@@ -255,7 +253,7 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
-    """Return the number of texts of a split that are sampled, over its domains and temperatures."""
+    """Return how many texts of a split are sampled, over its domains and temperatures."""
     ask = cfg.rollout
     most, sets = (ask.texts, len(learnt(cfg))) if split == "train" else (ask.held_out_texts, len(judged(cfg)))
     if split in known.sources:
@@ -274,7 +272,7 @@ def machine_speed(size: int = 1024, repeats: int = 3) -> MachineSpeed:
 
 
 def _seconds(work: Callable[[], float], repeats: int) -> float:
-    """Return the shortest of `repeats` times of `work`, after a warm-up."""
+    """Return the shortest of `repeats` times of `work` in seconds, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

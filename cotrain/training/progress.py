@@ -29,7 +29,7 @@ class Progress:
     steps: number of steps. limit: trainer.minutes, or None.
     elapsed: seconds of training so far, without sampling, validations and measurements; saved in checkpoints.
     texts: number of held-out texts per temperature in an evaluation; None: all, or not known yet.
-    deadline: that of the run.
+    deadline: the run's time limit.
     """
 
     steps: int
@@ -40,13 +40,13 @@ class Progress:
 
     @property
     def minutes(self) -> float | None:
-        """Return the time limit of the training: its own or what the run leaves for it, whichever is less; None: no
+        """Return the training's time limit in minutes: its own, or what the run leaves for it if that is less. None: no
         limit."""
         least = min(self.limit or inf, self.deadline.left)
         return None if least == inf else least
 
     def at(self, step: int) -> float:
-        """Return the share of the training that is done after `step` steps, in [0, 1]."""
+        """Return which share of the training is done after `step` steps, in [0, 1]."""
         spent = self.elapsed / (60 * self.minutes) if self.minutes else 0.0
         return min(max(step / max(self.steps, 1), spent), 1.0)
 
@@ -63,14 +63,13 @@ class Progress:
             self.deadline.left = state["left"] + self.deadline.minutes - state["whole"]
 
     def expected(self, step: int) -> int:
-        """Return the number of steps that the training is expected to have, by its speed over the first `step`
-        steps."""
+        """Return the expected number of steps in the training, by its speed over the first `step` steps."""
         return min(self.steps, max(round(step / self.at(step)), step)) if step else self.steps
 
 
 class Clock(Callback):
     """Callback that counts the seconds of training in `progress`, without validations. With a time limit, it ends the
-    training when the time is spent, and lets a validation follow each 1 / `validations` of the training."""
+    training when the time is over, and starts a validation after each 1 / `validations` of the training."""
 
     def __init__(self, progress: Progress, validations: int) -> None:
         self.progress, self.validations = progress, validations
@@ -94,7 +93,7 @@ class Clock(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop counting the time within the block. For callbacks that come after this one."""
+        """Stop counting the time until the block ends. For callbacks that come after this one."""
         yield
         self.since = time.monotonic()
 
@@ -121,8 +120,8 @@ class Clock(Callback):
         return int(self.progress.at(trainer.global_step) * self.validations)
 
     def _schedule_rates(self, trainer: lightning.Trainer) -> None:
-        """Set the learning rate of the next step. The rate in a checkpoint was for the length that the training was
-        expected to have when it was saved."""
+        """Set the learning rate of the next step. The rate in a checkpoint was computed for the training's expected
+        length when it was saved, which may have changed."""
         for config in trainer.lr_scheduler_configs:
             scheduler: Any = config.scheduler
             rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
@@ -131,7 +130,7 @@ class Clock(Callback):
 
 
 class Bar(ProgressBar):
-    """The progress bar of the whole training, in steps, with the time left. It starts at the step of a resumed run.
+    """The progress bar of the whole training, in steps, with the time left. It begins at the step of a resumed run.
     Validations have no bar."""
 
     def __init__(self, progress: Progress | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Writes what a run leaves: the figures of its held-out texts, and the draft folder with its report."""
+"""Writes the results of a run: the figures of its held-out texts, and the draft folder with its report."""
 
 import hashlib
 import json
@@ -32,8 +32,8 @@ from inference.report import replay
 
 
 def keep_figures(job: Job, steps: int, figures: dict[str, Any]) -> None:
-    """Write the file that `cotrain compare` reads. steps: the last step, which patience or a time limit may set below
-    trainer.steps. figures: tau, and the figures of each held-out text."""
+    """Write the file that `cotrain compare` reads. steps: the last step, which is below trainer.steps if patience or a
+    time limit ended the training. figures: tau, and the figures of each held-out text."""
     cfg = job.cfg
     label = cfg.label or (loss_name(cfg.loss) if cfg.draft.trained else cfg.draft.kind)
     figures = {"label": label, "seed": cfg.trainer.seed, "steps": steps, **figures, "environment": environment()}
@@ -50,7 +50,7 @@ def export(
     """Measure the module's draft, write its draft folder, and return its report.
 
     steps: the last step of the training. speed: the checkpoints. others: texts of the user that the target did not
-    sample, and their provenance, as `foreign` returns them.
+    sample, and their provenance, from `foreign`; None if there are none.
     """
     profiles, origin, given = module.profiles(), training(job, module, steps), None
     print("\n".join(profile.profile_line(t, one) for t, one in profiles.items()))
@@ -75,7 +75,7 @@ def export(
 
 
 def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
-    """Return the settings and the length of a training, as the draft folder and its report keep them."""
+    """Return the settings and the length of a training, as the draft folder and its report store them."""
     cfg, progress, known = job.cfg, module.progress, module.student.known
     assert progress is not None
     pruned = (
@@ -105,7 +105,8 @@ def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
 
 
 def about_target(job: Job) -> dict[str, Any]:
-    """Return the path of the target's adapter, and what the target's file says if it is a GGUF file."""
+    """Return the path of the target's adapter, and the origin of a GGUF target from its file; each is None if there is
+    none."""
     return {"adapter": job.cfg.target.adapter, "gguf": about(job.cfg.target.path)}
 
 
@@ -124,8 +125,8 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
 
 
 def write_measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Measure a draft, write its folder, and return the report. origin: how the draft was trained. extra: more entries
-    for `extra` in the report."""
+    """Measure a draft, write its folder, and return the report. origin: how the draft was trained. extra: further
+    entries for the report's `extra`."""
     plan = job.plan(draft)
     prepare(plan)
     report = measurement.measure(plan, extra)
@@ -136,8 +137,9 @@ def write_measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], ext
 
 
 def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None:
-    """Write the run's draft folder without a report, with the draft length of the settings. A measured draft that is
-    there, of fewer steps, is moved beside it with its replay. origin: how the draft was trained."""
+    """Write the run's draft folder without a report, with the draft length of the settings. If the folder has a
+    measured draft, from an earlier training, it is moved to a folder next to it, with its replay. origin: how the draft
+    was trained."""
     plan = job.plan_with(draft, None)
     k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
     place, shown = job.folder / "draft", job.folder / replay.FILE
@@ -174,7 +176,7 @@ def _write_draft(
 
 def unseen_prompts(job: Job) -> str:
     """Return rows of JSON to store in the draft folder: the final split of the prompts that the target sampled
-    (data=self), without prompts that other splits share, as in `Job.prompts`. Return "" for prompts of other sources,
+    (data=self), without prompts that other splits share, see `Job.prompts`. Return "" for prompts from other sources,
     and if fewer than two rows remain, since a measurement needs one to rank drafts and one to time."""
     if job.sampled_prompts is None:
         return ""

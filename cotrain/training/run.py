@@ -1,5 +1,5 @@
-"""A training, from its settings to the draft folder. Each checkpoint is measured with the real engine, and the one with
-the highest tau is exported."""
+"""A training, from its settings to the draft folder. Each checkpoint is measured with the real engine, and the
+checkpoint with the highest tau is exported."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -44,13 +44,14 @@ def train(
     build: Callable[..., Distillation] = trained_by,
     write: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Run or resume a training in `folder`. Return the report of the exported draft.
+    """Run or resume a training in `folder`. Return the report of the exported draft; {} with measure=false, when the
+    weights of the last step are exported, and in all processes except the first.
 
-    cfg: settings that `preconditions.require` has checked. With measure=false the weights of the last step are
-    exported, and the report is {}.
-    sources: the user's texts by split, if they have been read.
-    The rest is for the stages of `joint`:
-    texts: from target and tokenizer to the training texts, if another target sampled them.
+    cfg: settings that `preconditions.require` has accepted.
+    sources: split -> the user's texts, if they have been read.
+
+    The other arguments are for the stages of `joint`: texts: a function (target, tokenizer) -> training texts, if
+    another target sampled them.
     prompts: the rows of data.path=, if another target sampled them for data=self.
     build: returns the module that trains the student; called like `trained_by`.
     write: writes the results; called like `finish`, which is the default.
@@ -99,10 +100,10 @@ def finish(
     speed: MeasureSpeed | None,
     given: tuple[HeldOut, Provenance] | None,
 ) -> dict[str, Any]:
-    """Write the figures of the last step and the draft folder. Return the report, or {} without `speed`.
+    """Write the figures of the last step, and the draft folder. Return the report, or {} if `speed` is None.
 
-    steps: the last step. speed: the checkpoints, of which the best is measured and exported; None: the last step's
-    weights are exported, not measured. given: texts of the user, as `foreign` returns them.
+    steps: the last step. speed: the checkpoints, of which the best is measured and exported; None: the weights of the
+    last step are exported without a measurement. given: texts of the user, from `foreign`.
     """
     tau, report = ranking_tau(job, module), dict[str, Any]()
     texts = comparison.per_text(module.scores(), module.held_out)
@@ -137,8 +138,8 @@ def untrained(job: Job, draft: PreTrainedModel) -> dict[str, Any]:
 def target_prompts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, deadline: Deadline
 ) -> tuple[str, dict[str, Source]]:
-    """Let the target sample the prompts for data=self into `folder`, and set data.path in `cfg` to their file. Return
-    the rows of the file, one JSON row a line, and the prompts by split."""
+    """Let the target sample the prompts for data=self into `folder`, and set data.path in `cfg`, in place, to their
+    file. Return the content of the file (one JSON row per line), and the prompts, keyed by split."""
     timed = cfg.bench.prompts * cfg.measure
     file = sample_prompts(cfg, target, tokenizer, folder, timed, deadline.seconds(PROMPTS))
     rows = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
@@ -159,14 +160,14 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Return a function that gives tau by the module's latest scores, for the draft length and the rule of the
+    """Return a function that returns tau by the module's latest scores, for the draft length and the rule in the
     settings."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
     """Load the weights of the checkpoint to export into the module's draft, in place. They are quantised if the draft
-    is served so. Raises UserError naming the checkpoint if it cannot be read."""
+    is served so. Raises UserError, which names the checkpoint, if it cannot be read."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau (step {chosen.step}) on prompts that did not rank checkpoints")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":

@@ -40,4 +40,4 @@ def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert main([*command[:-1], f"output={tmp_path / output}"]) == 1
         assert f"cotrain datastore: output={tmp_path / output} {said}" in capsys.readouterr().err
     assert main(["train", "check=true", "draft=retrieval", f"draft.datastore={tmp_path / 'store'}"]) == 1
-    assert f"its datastore was made with the tokenizer of target.path={target}, " in capsys.readouterr().err
+    assert f"token ids of another tokenizer (that of {target}): make a new one" in capsys.readouterr().err

@@ -229,14 +229,14 @@ def changed(path: Path, old: Path, **values: Any) -> Path:
         (
             "eagle",
             {"max_position_embeddings": 15},
-            "bench.prompt_tokens, bench.new_tokens, bench.depths: .* exceed the context of 15 tokens",
+            "bench.prompt_tokens, bench.new_tokens, bench.depths: .* exceed 15 tokens",
         ),
         (
             "retrieval",
             {"lookup": {"datastore": "/none"}},
             r"lookup.datastore in its config.json names a folder that is missing \(/none is no ",
         ),
-        ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: its datastore was made with the tokenizer"),
+        ("retrieval", {"lookup": {"datastore": "WORDS"}}, "draft.path=PATH: the datastore has token ids of another"),
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore was made for 999 ids, but the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],

@@ -131,5 +131,6 @@ def test_a_check_pushes_nothing(place: Path, capsys: pytest.CaptureFixture[str])
     for setting in ("push_to_hub=me/draft", "engine=llamacpp", "k=3", f"draft.path={place}", "overwrite=true"):
         assert main(["export", f"check={place / 'independent'}", setting]) == 1
         assert (
-            f"{setting.partition('=')[0]}= has no effect with check=, which writes no folder" in capsys.readouterr().err
+            f"{setting.partition('=')[0]}= has no effect with check=, which only reads a folder"
+            in capsys.readouterr().err
         )

@@ -87,8 +87,11 @@ def test_bits_reach_every_command(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("draft=quantised quantisation=int8", "quantisation: quantised drafts with the target in fewer bits, but"),
-        ("draft=two_levels draft.path=SMALL quantisation=nf4", "quantisation: two_levels drafts with the target in"),
+        ("draft=quantised quantisation=int8", "quantisation: draft=quantised rounds the target itself, but"),
+        (
+            "draft=two_levels draft.path=SMALL quantisation=nf4",
+            "quantisation: draft=two_levels rounds the target itself",
+        ),
         ("draft=two_levels", "draft.path=null: two_levels drafts with a small independent draft: name its folder"),
         ("draft=two_levels draft.path=SMALL draft.inner=null", "draft.inner=null: set how many tokens the small draft"),
         (
@@ -123,6 +126,6 @@ def test_what_cannot_draft_is_refused_by_name(
 def test_a_quantised_target_is_refused_before_it_is_loaded(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = draft_folder(place / "rounded", place / "target", "quantised")
     assert main(["bench", f"draft.path={folder}", *BENCH, "quantisation=int8", f"output={place / 'never'}"]) == 1
-    said = "quantised drafts with the target in fewer bits, but the target is already in int8"
+    said = "draft=quantised rounds the target itself, but the target is already in int8"
     assert said in capsys.readouterr().err
     assert not (place / "never").exists()

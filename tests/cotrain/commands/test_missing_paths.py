@@ -63,7 +63,7 @@ def test_every_setting_of_a_model_or_data_names_what_is_not_there(
             "it has no config.json; an adapter is named by target.adapter=, and its model by ",
         ),
         ("train data.path=model", "data.path: model is the folder of a model, not of texts"),
-        ("generate target.path=draft prompt=x", "target.path=draft is a draft folder, which draft.path= names"),
+        ("generate target.path=draft prompt=x", "target.path=draft is a draft folder: set draft.path=draft"),
     ],
 )
 def test_what_is_no_folder_of_this_kind_is_named(

@@ -44,7 +44,7 @@ def test_the_target_is_the_one_that_the_folder_names(
     assert main(["bench", f"draft.path={draft}", "target.adapter=mine"]) == 0
     assert resolved(ran[2]) == str(draft.parent / "target") and ran[2].target.adapter == "mine"  # type: ignore[arg-type]
     ran[0].target.path, ran[0].draft.path = None, str(draft.parent / "target")
-    with pytest.raises(UserError, match="does not name its target: give target.path="):
+    with pytest.raises(UserError, match="does not name its target: set target.path="):
         resolved(ran[0])  # type: ignore[arg-type]
 
 
@@ -147,7 +147,5 @@ def test_shipped_prompts_for_a_draft_that_was_measured_on_others_are_said(
     (tmp_path / "report.json").write_text(json.dumps({"extra": {"prompts": source}}))
     size: Any = SimpleNamespace(path=None, prompt_tokens=8)
     prompts(size, size, network(layers=1), tokenizer(), draft=tmp_path)
-    said = (
-        f"prompts: the shipped ones are used, but {tmp_path / 'report.json'} was measured on the user's: set data.path="
-    )
+    said = f"prompts: the shipped ones are used, but {tmp_path / 'report.json'} was measured on prompts of the user: "
     assert capsys.readouterr().err.startswith(said) == (source == "own")

@@ -182,7 +182,7 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("template", "row", "message"),
     [
-        ("", chat("Hi", "Yes?"), "the target's chat template renders no text for it"),
+        ("", chat("Hi", "Yes?"), "the target's chat template renders no text for this"),
         ("{{ raise_exception('no system') }}", chat("Hi", "Yes?"), ".* template fails: no system"),
         ("{% for %}", chat("Hi", "Yes?"), ".* template fails"),
         (
@@ -242,10 +242,10 @@ def test_prompts_are_never_cut() -> None:
     assert sorted(map(len, source.several(6, seed=0))) == [3, 4, 5, 6]
     assert sorted(source.prompts(3, 6, seed=0)) == sorted(found)  # as many as fit
     with pytest.raises(
-        ValueError, match="the domain a has no prompt of at most rollout.prompt_tokens=4, the shortest has 5"
+        ValueError, match="the domain a has no prompt of at most rollout.prompt_tokens=4 tokens, the shortest has 5"
     ):
         source.prompts(3, 4, seed=0)
-    with pytest.raises(ValueError, match="data.path: it has no prompt of at most rollout.prompt_tokens=4, the"):
+    with pytest.raises(ValueError, match="data.path: it has no prompt of at most rollout.prompt_tokens=4 tokens, the"):
         chats({"own": [5]}).prompts(3, 4, seed=0)
     with pytest.raises(ValueError, match="no prompt of at most 2 tokens, the shortest has 3"):
         source.several(2, seed=0)

@@ -126,7 +126,7 @@ def test_texts_of_a_rollout_are_refused_as_prompts(tmp_path: Path) -> None:
     datasets.Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "train_T1.parquet"))
     (tmp_path / "train_T1.json").write_text("{}")
     for path in (tmp_path, tmp_path / "train_T1.parquet"):
-        with pytest.raises(ValueError, match="a target sampled: set rollout.folder="):
+        with pytest.raises(ValueError, match="a target sampled, not prompts: set rollout.folder="):
             texts(path)
 
 
@@ -162,8 +162,8 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("own.jsonl", b"\n", "holds no rows|cannot be read"),
-        ("own.jsonl.gz", gzip.compress(b"", mtime=0), "holds no rows"),
+        ("own.jsonl", b"\n", "has no rows|cannot be read"),
+        ("own.jsonl.gz", gzip.compress(b"", mtime=0), "has no rows"),
         (
             "own.jsonl",
             b"Tell me a joke\nAnd one more\n",
@@ -173,7 +173,11 @@ def test_of_a_stream_only_the_first_rows_are_read(tmp_path: Path) -> None:
         ("own.json", b'{\n"data": [\n{"prompt": "a"}]\n}', "1 of 1 rows .* row 1: its 'data' is a list of objects"),
         ("own.docx", b"PK", "ends in none of .jsonl, .ndjson"),
         ("own.csv", b"", "is empty"),
-        ("own.jsonl", b'{"text": " "}\n{"text": ""}\n', "holds no text: 2, the first own.jsonl, line 1: "),
+        (
+            "own.jsonl",
+            b'{"text": " "}\n{"text": ""}\n',
+            "has no text, all rows are skipped: 2, the first own.jsonl, line 1: ",
+        ),
         ("own.jsonl", b'{"body": "a"}\n', "line 1: it has no column .*, but body: name another by data.column"),
     ],
 )

@@ -149,7 +149,7 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
         return metadata.k, " ".join(metadata.origin["export"]["remarks"])
 
     k, said = length("draft")
-    assert k == 3 and "plan has 2 drafts a round" in said
+    assert k == 3 and "planned with 2 drafts a round" in said
     assert length("draft", 3) == (3, "") and length("causal") == (2, "") and length("causal", 1) == (1, "")
     with pytest.raises(ValueError, match="k=2: .* were trained 3 at a time"):
         length("draft", 2)

@@ -162,7 +162,7 @@ def test_the_file_is_whole_small_and_asks_for_nothing(tmp_path: Path, capsys: py
         (None, ["run=nowhere"], "run=nowhere does not exist"),
         (lambda: Path("empty").mkdir(), ["run=empty"], "run=empty has no report.json, run.json or held_out.json"),
         (lambda: folder(Path("a"), full_report()), ["run=a", "run=a"], "run=a is named twice"),
-        (lambda: folder(Path("b"), {"format": 1}), ["run=b"], "is no report of this version: report.environment"),
+        (lambda: folder(Path("b"), {"format": 1}), ["run=b"], "is no report of this version (report.environment"),
         (lambda: folder(Path("d"), full_report(), replay={"format": 9}), ["run=d"], "replay.json is no replay"),
         (lambda: folder(Path("e"), full_report()), ["run=e", "page=e"], "page=e is a folder"),
         (lambda: folder(Path("f"), full_report()), ["run=f", "page=f/report.json"], "did not write"),

@@ -46,7 +46,7 @@ WRONG = (math.nan, math.inf, -math.inf, -9.0)
 @pytest.mark.parametrize(
     ("rows", "longest", "change", "said"),
     [
-        ([1, 8], 2, {}, "it has no entry '8': add costs of 1, 8 rows"),
+        ([1, 8], 2, {}, "it has no entry '8': the file needs costs for 1, 8 rows"),
         ([1], 3, {}, "must have 4 numbers or more, for draft lengths 0 .. 3; they have 3 and 3"),
         ([1], 2, {"rest": [0.1]}, "they have 3 and 1"),
         ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),

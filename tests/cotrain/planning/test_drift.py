@@ -71,7 +71,7 @@ def test_what_was_forecast_is_no_drift(tmp_path: Path, drift: Any) -> None:
 @pytest.mark.parametrize(
     ("shares", "says"),
     [
-        ([0.8, 0.64, 0.51], "that of temperature 0.3"),
+        ([0.8, 0.64, 0.51], "as planned for temperature 0.3"),
         ([0.45, 0.2, 0.09], "served prompts differ"),
         ([0.6, 0.1, 0.02], "other states or positions"),
         ([0.95, 0.9, 0.85], "a longer draft may pay"),
@@ -120,7 +120,7 @@ def test_rounds_of_unequal_lengths_are_refused(tmp_path: Path, drift: Any) -> No
     file = tmp_path / "log.json"
     accepted = [6000, 1800, 1100, 650]
     file.write_text(json.dumps({"rounds": 10_000, "accepted_by_depth": accepted, "drafted": 25_000}))
-    with pytest.raises(UserError, match=r"2.50 tokens are drafted per round, and 4 at most"):
+    with pytest.raises(UserError, match=r"rounds drafted 2.50 tokens on average, and 4 at most"):
         drift(PLAN, served_counters(file))
     whole = {"rounds": 10_000, "accepted_by_depth": [6000, 3600, 2200, 1300], "drafted": 39_500}
     file.write_text(json.dumps(whole))  # the ends of texts

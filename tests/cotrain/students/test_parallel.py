@@ -209,7 +209,7 @@ def test_where_a_markov_head_comes_from(tmp_path: Path) -> None:
     for settings in ({}, {"markov": 3}):
         again = started("parallel", path=folder, **settings)
         assert torch.equal(again.markov_head.markov_w2.weight, head.markov_w2.weight)
-    with pytest.raises(ValueError, match=r"draft.markov=5: .* has 3, which cannot change: set draft.markov=3"):
+    with pytest.raises(ValueError, match=r"draft.markov=5: .* are for draft.markov=3: set draft.markov=3"):
         started("parallel", path=folder, markov=5)
     with pytest.raises(ValueError, match="draft.vocabulary=20: .* Markov head over all 300 tokens: set .*=null"):
         started("parallel", path=folder, vocabulary=20)

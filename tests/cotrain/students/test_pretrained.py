@@ -97,16 +97,21 @@ def broken(tensors: dict[str, Tensor]) -> None:
 
 
 MISFITS: dict[str, Any] = {
-    "eagle, another kind": ("eagle", "hydra", {}, "a draft of kind hydra; draft=eagle begins with the weights of one "),
-    "eagle, not from p_eagle": ("eagle", "p_eagle", {}, "a draft of kind p_eagle; draft=eagle begins"),
-    "medusa, another kind": ("medusa", "hydra", {}, "a draft of kind hydra; draft=medusa begins"),
+    "eagle, another kind": (
+        "eagle",
+        "hydra",
+        {},
+        "a draft of kind hydra, but draft=eagle can only begin with one of kind",
+    ),
+    "eagle, not from p_eagle": ("eagle", "p_eagle", {}, "a draft of kind p_eagle, but draft=eagle can only"),
+    "medusa, another kind": ("medusa", "hydra", {}, "a draft of kind hydra, but draft=medusa can only"),
     "a model from heads": (
         "independent",
         "medusa",
         {},
-        "a draft of kind medusa; draft=independent begins with the weights of one of independent, hybrid, parallel",
+        "a draft of kind medusa, but draft=independent can only begin with one of kind independent, hybrid, parallel",
     ),
-    "heads from a model": ("hydra", "independent", {}, "a draft of kind independent; draft=hydra begins"),
+    "heads from a model": ("hydra", "independent", {}, "a draft of kind independent, but draft=hydra can only"),
     "no tensor": ("eagle", "eagle", {"change": lacks("fc.weight")}, "tensor fc.weight is missing"),
     "no mask": ("p_eagle", "p_eagle", {"change": lacks("mask_hidden")}, "tensor mask_hidden is missing"),
     "no layer of an exit": ("early_exit", "early_exit", {"change": lacks("norm")}, "tensor norm is missing"),
@@ -118,13 +123,13 @@ MISFITS: dict[str, Any] = {
         "parallel",
         "parallel",
         {"vocab_size": 301, "markov_rank": 3},
-        "its small head or Markov head is of 301 ids, but the target has 300: ",
+        "its small head or Markov head has 301 ids, but the target has 300: ",
     ),
     "a small head of more ids": (
         "independent",
         "independent",
         {"vocab_size": 301, "draft_vocab_size": 20},
-        "its small head or Markov head is of 301 ids, but the target has 300: ",
+        "its small head or Markov head has 301 ids, but the target has 300: ",
     ),
 }
 
@@ -146,10 +151,12 @@ def test_other_errors(place: Path, tmp_path: Path) -> None:
     for kind in TRAINED:
         with pytest.raises(ValueError, match=r"init=pretrained: it takes its weights from .* draft.path="):
             initial(kind, None, target)
-    with pytest.raises(ValueError, match="draft.path=/nowhere: no such folder; eagle drafts begin"):
+    with pytest.raises(
+        ValueError, match="draft.path=/nowhere: no such folder: with init=pretrained name the folder of an? eagle"
+    ):
         initial("eagle", "/nowhere", target)
     Qwen3Config(num_hidden_layers=4).save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="draft.path=.*/model: config.json is not that of a p_eagle draft: "):
+    with pytest.raises(ValueError, match="draft.path=.*/model: its config.json is not for a p_eagle draft"):
         initial("p_eagle", tmp_path / "model", target)
     with pytest.raises(ValueError, match="draft.path=.*: tensor norm.weight holds NaN or infinity"):
         initial("eagle", copied(tmp_path / "nan", place / "eagle", broken), target)
@@ -215,7 +222,7 @@ def test_check_accepts_a_folder_and_raises_before_weights_are_read(
     capsys.readouterr()
     assert run(place, tmp_path / "out", f"draft={kind}", f"draft.path={place / 'hydra'}", "check=true") == 1
     message = capsys.readouterr().err
-    assert f"draft.path={place / 'hydra'}: a draft of kind hydra; draft={kind} begins" in message
+    assert f"draft.path={place / 'hydra'}: a draft of kind hydra, but draft={kind} can only begin" in message
     other = copied(tmp_path / "other", place / kind)
     words = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = words["model"]["vocab"]

@@ -20,9 +20,9 @@ def test_sliding_windows_are_rejected_before_weights_are_allocated() -> None:
             layers=1, rank=2, depths=2, path=None, vocabulary=None, head_rank=None, encoder_layers=None
         )
         init: Any = SimpleNamespace(kind="target_layers", layers=[0])
-        with pytest.raises(ValueError, match="draft.kind: Mistral.* sliding windows.* draft.rank=0"):
+        with pytest.raises(ValueError, match="draft.rank=2: .*Mistral.* sliding windows.* draft.rank=0"):
             EarlyExitStudent.initial(draft, init, target)
-        with pytest.raises(ValueError, match="draft: MistralForCausalLM attends to the last 8 tokens"):
+        with pytest.raises(ValueError, match="draft=parallel: MistralForCausalLM attends only to the last 8 tokens"):
             ParallelStudent.initial(draft, init, target)
         draft.rank = 0
         EarlyExitStudent.initial(draft, init, target)

@@ -420,7 +420,7 @@ def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
     for file in (copy / "warm" / "rollouts").glob("train_*"):
         file.unlink()
     assert job(place, "missing", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 1
-    assert "lacks the texts of the original target" in capsys.readouterr().err
+    assert "the texts of the original target are missing in" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
