@@ -211,6 +211,7 @@ def went_down(*_: object) -> None:
     raise OSError("the machine went down while measuring")
 
 
+@pytest.mark.thorough
 def test_a_run_that_lost_its_patience_stays_ended(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +310,9 @@ def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[st
 def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = (
         "measure=false",
-        "trainer.steps=4",
+        "rollout.temperatures=[1.0]",
+        "trainer.steps=2",
+        "trainer.validations=1",
         "trainer.corpus_steps=0",
         f"rollout.folder={place / 'shared texts'}",
         f"trainer.cache={place / 'shared states'}",
@@ -466,6 +469,15 @@ TEMPLATE = (
 )
 
 
+ONE_STEP = (
+    "rollout.prompt_tokens=60",
+    "rollout.temperatures=[1.0]",
+    "trainer.corpus_steps=0",
+    "trainer.steps=1",
+    "trainer.validations=1",
+)
+
+
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template, and logs that it did not write."""
@@ -486,8 +498,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
     learnt_from: list[Texts] = []
     parts = fit.parts
     monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
-    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
-    assert job(chatting, "run", "overwrite=true", "measure=false", *settings) == 0
+    assert job(chatting, "run", "overwrite=true", "measure=false", *ONE_STEP) == 0
     learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
     assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}
     sampled = datasets.Dataset.from_parquet(str(chatting / "run" / "rollouts" / "train_T1.parquet"))
@@ -503,8 +514,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
 def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     chatting: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
-    assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *settings) == 0
+    assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *ONE_STEP) == 0
     said = capsys.readouterr()
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
     found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]
