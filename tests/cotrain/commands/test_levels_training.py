@@ -61,7 +61,7 @@ def test_bits_reach_every_command(
     """What draft.bits= says is what is measured, kept, loaded and decoded with; no engine is given it."""
     output = f"{kind}{bits}"
     named = [f"draft.path={place / 'small'}", "draft.inner=2"] if kind == "two_levels" else []
-    assert job(place, output, f"draft={kind}", f"draft.bits={bits}", *named) == 0
+    assert job(place, output, f"draft={kind}", f"draft.bits={bits}", "rollout.temperatures=[1.0]", *named) == 0
     folder = place / output / "draft"
     report, config = (json.loads((folder / one).read_text()) for one in ("report.json", "config.json"))
     validate(report)

@@ -237,6 +237,7 @@ def test_a_servers_counters_are_compared_with_the_plan(
     assert "make one with cotrain plan draft.path=" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never drafts emits one token per call."""
     never = Adaptive({1: (1.0, 99.0, 99.0, 99.0)}, Estimates(0.1, (0.0,) * INPUTS, (0.0,) * INPUTS))

@@ -311,7 +311,7 @@ def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: 
     shared = (
         "measure=false",
         "rollout.temperatures=[1.0]",
-        "trainer.steps=2",
+        "trainer.steps=4",
         "trainer.validations=1",
         "trainer.corpus_steps=0",
         f"rollout.folder={place / 'shared texts'}",
