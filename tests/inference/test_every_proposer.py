@@ -91,7 +91,7 @@ def test_coupled_text_is_plain_text(kind: Any, plain: Any) -> None:
 
 
 # that of independent drafts is in `test_round_graphs`
-@pytest.mark.parametrize("name", often(KINDS, {*EACH_WAY - {"independent"}}.__contains__))
+@pytest.mark.parametrize("name", often(KINDS, {"eagle", "medusa", "early_exit"}.__contains__))
 def test_text_on_a_device_is_that_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes and verdicts recorded there, and slots that grow under them."""
     kind = KINDS[name].proposer

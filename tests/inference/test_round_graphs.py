@@ -55,6 +55,7 @@ def test_a_draft_on_another_device_goes_step_by_step() -> None:
         assert texts("cuda:0", "coupled", CUTS[: len(PROMPTS)], "cuda:1") == wanted
 
 
+@pytest.mark.thorough
 def test_own_processors_run_as_they_are() -> None:
     def shifted(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits.roll(1, -1)

@@ -14,6 +14,7 @@ from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
 from tests.cotrain.commands.test_train import SIZES
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 from tests.draft_folders import bare, draft_folder
 from tests.folders import network, own_texts, target_folder
 

@@ -11,6 +11,7 @@ from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import job
 from tests.cotrain.commands.test_train import place as place  # a fixture
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 
 SIZES = (
     "bench.new_tokens=12",

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -30,6 +30,15 @@ SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
 optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
 bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    """Speeds are not looked at: each is timed once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inference.measure.costs.MOST", 1)
+        patch.setattr("cotrain.planning.planner.SHAPE", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
