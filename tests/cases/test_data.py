@@ -306,7 +306,8 @@ def test_template_writes_an_empty_thought(tmp_path: Path) -> None:
 
 
 @case("template writes the date")
-@pytest.mark.parametrize("data", [pytest.param("self", marks=pytest.mark.thorough), "file"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("data", ["self", "file"])
 def test_template_writes_the_date(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -343,7 +344,7 @@ trainer.steps=2 trainer.batch=2 trainer.validations=1 policy.k=2 init=scratch"""
 @pytest.mark.parametrize(
     "settings",
     [
-        "draft=block draft.head_dim=64 loss=calls rollout.new_tokens=1",
+        pytest.param("draft=block draft.head_dim=64 loss=calls rollout.new_tokens=1", marks=pytest.mark.thorough),
         "draft=medusa loss=calls_block data.on_target=true rollout.new_tokens=8",
     ],
 )

@@ -23,6 +23,7 @@ from tests.encoder_decoders import sources, t5, with_encoder_of
 from tests.exact import chi_square
 from tests.inference.test_distribution import joint, pooled, small
 from tests.kinds import KINDS
+from tests.often import often
 from tests.tiny import near, tiny
 
 # --- exactness
@@ -157,7 +158,7 @@ def test_a_long_gap_is_filled_by_passes_of_its_own(kind: str, monkeypatch: pytes
     assert made.rounds[3:] == wanted.rounds
 
 
-@pytest.mark.parametrize("own_encoder", [False, True])
+@pytest.mark.parametrize("own_encoder", often([False, True], bool))
 def test_a_source_is_read_by_a_draft_whose_prompts_wait(own_encoder: bool) -> None:
     target = t5()
     draft = Independent(with_encoder_of(target, 0.2), own_encoder=own_encoder)

@@ -15,6 +15,7 @@ from inference.models.step import Tempered
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling import draw
+from tests.often import often
 from tests.tiny import compiles, near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6, 14)]
@@ -56,7 +57,11 @@ def texts(compile: bool, sampling: list[Sampling], rows: int = 3, greedy: bool =
 
 
 @pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 3) for name in REGIMES), ("sampled", 1), ("mixed with greedy", 1), ("truncated", 1)]
+    ("name", "rows"),
+    often(
+        [*((name, 3) for name in REGIMES), ("sampled", 1), ("mixed with greedy", 1), ("truncated", 1)],
+        {("sampled", 3), ("each its own", 3), ("with history", 3), ("truncated", 1)}.__contains__,
+    ),
 )
 def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, rows: int) -> None:
     """Rows come and go, slots grow, drafts are cut at a row's limit: in float64 nothing may change."""
@@ -67,7 +72,9 @@ def test_text_and_counts_are_those_of_single_steps(calls: list[int], name: str, 
     assert set(calls) == (set() if stepwise_alone else {4})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 20}])
+@pytest.mark.parametrize(
+    "settings", often([{"greedy": True}, {"verify": "match", "context": 20}], lambda case: "verify" in case)
+)
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both = [texts(compile, REGIMES["sampled"], **settings).tokens for compile in (True, False)]
     assert both[0] == both[1] and calls
@@ -108,7 +115,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with() -> No
     assert all(torch.equal(x, draw(q, u)) for x, q, u in seen)
 
 
-@pytest.mark.parametrize("pause", [2, 3])
+@pytest.mark.parametrize("pause", often([2, 3], {3}.__contains__))
 def test_rounds_without_drafts_leave_no_hole_in_the_cache(pause: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that is the target has every draft accepted, unless its cache lacks an id."""
 

@@ -14,6 +14,7 @@ from inference.sampling import one_hot
 from inference.verify.tree import ranks_of
 from tests.inference.test_every_proposer import PROMPTS, SAMPLING, Uneven
 from tests.kinds import KINDS, SHAPED
+from tests.often import EACH_WAY, often
 from tests.tiny import tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
@@ -75,7 +76,10 @@ def rows_of(engine: Engine, rounds: int, **call: Any) -> list[Drafted]:
     return seen
 
 
-@pytest.mark.parametrize(("kind", "form"), CASES)
+OFTEN = {"chain": {*KINDS}, "sampled tree": EACH_WAY, "likeliest tree": {"eagle"}}
+
+
+@pytest.mark.parametrize(("kind", "form"), often(CASES, lambda case: case[0] in OFTEN[case[1]]))
 def test_drafts_are_those_of_a_text_read_anew(kind: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows enter, wait, leave and move, some rounds draft nothing, settings are mixed. Each node has the distribution
     that a chain along its path has; if it is certain, it has the rank there that it has among its siblings."""

@@ -19,6 +19,7 @@ from inference.proposers import Independent
 from inference.sampling.noise import row_ids
 from inference.source import SourcedText, source_in_text
 from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
+from tests.often import often
 from tests.tiny import near
 
 LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18]
@@ -26,7 +27,8 @@ MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repet
 SHAPE = (-1, -1, 0, 0, 1)
 
 
-@pytest.fixture(params=FAMILIES)
+# positions by distance, and learnt ones over sources that are no ids
+@pytest.fixture(params=often(FAMILIES, {"t5", "whisper"}.__contains__))
 def model(request: pytest.FixtureRequest) -> Any:
     return FAMILIES[request.param]()
 

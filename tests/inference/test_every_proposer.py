@@ -28,6 +28,7 @@ LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12]
 MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
 SAMPLING = [MIXED[n % 4] for n in range(len(PROMPTS))]
 WHOLE: dict[str, Any] = {"max_new_tokens": LIMITS, "sampling": SAMPLING, "ids": range(len(PROMPTS)), "ignore_eos": True}
+SHORTER = WHOLE | {"max_new_tokens": [min(limit, 14) for limit in LIMITS]}
 
 
 class Uneven:
@@ -47,21 +48,24 @@ def kind(request: pytest.FixtureRequest) -> Any:
     return KINDS[request.param].proposer
 
 
-def test_the_distribution_of_the_text_is_the_targets(kind: Any) -> None:
+# certain drafts and those of two verifications too
+@pytest.mark.parametrize("name", often(KINDS, {*EACH_WAY, "ngram", "two_levels"}.__contains__))
+def test_the_distribution_of_the_text_is_the_targets(name: str) -> None:
     """Three tokens of several rounds, by chi-square. Under block, whose thresholds read what all drafts of a round come
     with; no proposer knows the rule, so what token makes of the same drafts `test_distribution` shows."""
     target, _ = pair()
-    assert p_value(target, kind(target), "block", samples=4000) > 1e-4
+    assert p_value(target, KINDS[name].proposer(target), "block", samples=4000) > 1e-4
 
 
-def test_rows_are_as_if_alone(kind: Any) -> None:
+@pytest.mark.parametrize("name", often(KINDS, {*EACH_WAY, "hybrid", "two_levels"}.__contains__))
+def test_rows_are_as_if_alone(name: str) -> None:
     """Rows enter, wait in spare slots, leave and move; settings and draft lengths are mixed; prompts of one token: each
     row's text and counts are those of a call of its own."""
-    target = tiny(positions=64)
+    kind, target = KINDS[name].proposer, tiny(positions=64)
     many = Engine(target, kind(target), rows=4, policy=Uneven())
     many.generate(PROMPTS[::-1], max_new_tokens=4, seed=7)  # an earlier call leaves nothing behind
-    limits = [min(limit, 14) for limit in LIMITS]
-    out = many.generate(PROMPTS, **WHOLE | {"max_new_tokens": limits})
+    limits = SHORTER["max_new_tokens"]
+    out = many.generate(PROMPTS, **SHORTER)
     one = Engine(target, kind(target), rows=1, policy=Uneven())
     for n, prompt in enumerate(PROMPTS):
         alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
@@ -86,7 +90,8 @@ def test_coupled_text_is_plain_text(kind: Any, plain: Any) -> None:
     assert [len(prompt) + len(text) for prompt, text in zip(PROMPTS, plain.tokens, strict=True)] == [18] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("name", often(KINDS, EACH_WAY.__contains__))
+# that of independent drafts is in `test_round_graphs`
+@pytest.mark.parametrize("name", often(KINDS, {"eagle", "medusa", "early_exit"}.__contains__))
 def test_text_on_a_device_is_that_of_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With passes and verdicts recorded there, and slots that grow under them."""
     kind = KINDS[name].proposer
@@ -104,7 +109,11 @@ ONE_OF_EACH = ("independent", "ngram", "hybrid", "two_levels")  # drafts that ar
 
 
 @pytest.mark.parametrize(
-    ("kind", "rule"), [*((kind, "token") for kind in KINDS), *((kind, "match") for kind in ONE_OF_EACH)]
+    ("kind", "rule"),
+    [
+        *((kind, "token") for kind in KINDS),
+        *often([(kind, "match") for kind in ONE_OF_EACH], lambda case: case[0] in ("independent", "ngram")),
+    ],
 )
 def test_forced_rounds_predict_measured_ones(kind: str, rule: str) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
@@ -146,7 +155,7 @@ def test_drafts_are_drawn_from_the_distributions_that_they_come_with(
         return proposal
 
     proposer.propose = watched  # type: ignore[method-assign]
-    Engine(target, proposer, rows=4, policy=Uneven()).generate(PROMPTS, **WHOLE)
+    Engine(target, proposer, rows=4, policy=Uneven()).generate(PROMPTS, **SHORTER)
     assert torch.tensor(seen).sub(1).abs().max() < 1e-6 if seen else not any(drawn)
 
 
@@ -162,7 +171,7 @@ def test_the_example_is_short() -> None:
 
 
 @pytest.mark.parametrize("shape", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])
-@pytest.mark.parametrize("kind", SHAPED)
+@pytest.mark.parametrize("kind", often(SHAPED, EACH_WAY.__contains__))
 def test_a_greedy_draft_is_certain_whatever_the_temperature(
     kind: str, shape: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 from inference import Engine, Sampling
 from inference.policy import Fixed
 from tests.kinds import KINDS, SHAPED
+from tests.often import often
 from tests.reference import grid, spoken
 from tests.tiny import tiny
 
@@ -58,7 +59,11 @@ def wanted(target: Any) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize(
     ("kind", "shape"),
-    [(None, None), *((kind, None) for kind in KINDS), *((kind, shape) for kind in SHAPED for shape in SHAPES)],
+    [
+        (None, None),
+        *((kind, None) for kind in KINDS),
+        *often([(kind, shape) for kind in SHAPED for shape in SHAPES], lambda case: case[0] == "eagle"),
+    ],
 )
 def test_every_row_has_its_own_text(
     target: Any, wanted: list[tuple[list[int], str]], kind: str | None, shape: str | None

@@ -15,6 +15,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from tests import standin
 from tests.gpu_counts import CUTS, PENALTIES
+from tests.often import often
 from tests.tiny import near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 2, 6)]
@@ -37,7 +38,7 @@ def texts(device: str, rule: str, sampling: object, draft_device: str = "", **se
     return engine.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling, seed=3, ignore_eos=True).tokens
 
 
-@pytest.mark.parametrize("rule", ["token", "block", "coupled"])
+@pytest.mark.parametrize("rule", often(["token", "block", "coupled"], {"block"}.__contains__))
 def test_recorded_rounds_give_the_text_of_the_host(rule: str) -> None:
     """Rows with settings of their own come and go, so that recordings meet other settings than their first."""
     likeliest = rule == "block"  # drafts
@@ -54,6 +55,7 @@ def test_a_draft_on_another_device_goes_step_by_step() -> None:
         assert texts("cuda:0", "coupled", CUTS[: len(PROMPTS)], "cuda:1") == wanted
 
 
+@pytest.mark.thorough
 def test_own_processors_run_as_they_are() -> None:
     def shifted(_: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         return logits.roll(1, -1)

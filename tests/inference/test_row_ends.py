@@ -9,6 +9,7 @@ from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests import folders
+from tests.often import often
 from tests.tiny import near, tiny
 
 PROMPT, LENGTH = [[40, 41, 42]], 40
@@ -37,7 +38,11 @@ CASES = [(used, (3, 8, 13), True) for used in product([False, True], repeat=3)]
 CASES += [((True, True, True), order, False) for order in ((3, 8, 13), (13, 8, 3), (8, 3, 13))]
 
 
-@pytest.mark.parametrize(("used", "order", "drafted"), CASES)
+# all three in every order, and without what is first
+OFTEN = (CASES[7], CASES[3], CASES[1], *CASES[9:])
+
+
+@pytest.mark.parametrize(("used", "order", "drafted"), often(CASES, OFTEN.__contains__))
 def test_the_first_end_counts_whatever_else_is_asked_for(
     text: list[int], used: tuple[bool, ...], order: tuple[int, ...], drafted: bool
 ) -> None:

@@ -12,6 +12,7 @@ from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import standin
+from tests.often import often
 from tests.tiny import near, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
@@ -45,7 +46,12 @@ def texts(device: str, kind: str, rule: str, rows: int, compile: bool | None, sa
 KINDS = ["plain", "draft", "ngram"]
 
 
-@pytest.mark.parametrize("sampling", [[Sampling(0.0), Sampling(0.9, top_p=0.8), FULL], [Sampling(1.0, top_k=5)] * 3])
+@pytest.mark.parametrize(
+    "sampling",
+    often(
+        [[Sampling(0.0), Sampling(0.9, top_p=0.8), FULL], [Sampling(1.0, top_k=5)] * 3], lambda each: each[-1] is FULL
+    ),
+)
 def test_every_setting_stays_on_its_device(sampling: list[Sampling]) -> None:
     wanted = texts("cpu", "draft", "token", 2, False, sampling)
     with standin.device():

@@ -20,6 +20,7 @@ from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import PROMPTS
+from tests.often import often
 from tests.tiny import near, tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
@@ -37,7 +38,7 @@ def test_sampled_children_leave_the_targets_distribution(rule: str, shape: tuple
     assert p_value(target, Independent(draft, shape=shape), rule, samples=4000) > 1e-4
 
 
-@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("rule", often(NAMES, {"tree"}.__contains__))
 def test_likeliest_children_leave_the_targets_distribution(rule: str) -> None:
     target, draft = pair()
     assert p_value(target, Independent(draft, greedy=True, shape=(-1, -1, 0, 0, 1)), rule, samples=4000) > 1e-4

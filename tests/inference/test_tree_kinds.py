@@ -22,6 +22,7 @@ from tests import standin
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.kinds import KINDS, SHAPED
+from tests.often import EACH_WAY, often
 from tests.tiny import tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
@@ -50,7 +51,7 @@ def test_the_distribution_of_the_text_is_the_targets(kind: str) -> None:
     assert p_value(target, drafts(kind, target, (-1, -1, 0, 0, 1)), "traversal", samples=4000) > 1e-4
 
 
-@each_kind
+@pytest.mark.parametrize("kind", often(SHAPED, EACH_WAY.__contains__))
 def test_greedy_text_is_that_of_plain_decoding(kind: str) -> None:
     """Ragged rows that come and go, rounds without drafts, prompts of one token, up to the end of the context."""
     target, whole = tiny(positions=18), {"max_new_tokens": 18, "sampling": Sampling(0)}
@@ -62,7 +63,7 @@ def test_greedy_text_is_that_of_plain_decoding(kind: str) -> None:
     assert sum(out.stats.accepted) > 0 or kind.endswith("pruned")  # which knows half of the tokens
 
 
-@pytest.mark.parametrize("kind", ["independent", "eagle", "parallel"])
+@pytest.mark.parametrize("kind", often(["independent", "eagle", "parallel"], {"eagle"}.__contains__))
 def test_rows_are_as_if_alone(kind: str) -> None:
     """Rows enter, wait in spare slots, leave and move; settings, with histories and temperature 0 among them, and
     levels are mixed."""
@@ -104,7 +105,12 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "temperature"), [*((kind, 1.0) for kind in SHAPED), ("independent", 0.0), ("medusa", 0.0)]
+    ("kind", "temperature"),
+    [
+        *often([(kind, 1.0) for kind in SHAPED], lambda case: case[0] in EACH_WAY),
+        ("independent", 0.0),
+        pytest.param("medusa", 0.0, marks=pytest.mark.thorough),
+    ],
 )
 def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
     """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""

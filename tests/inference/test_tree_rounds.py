@@ -75,7 +75,10 @@ PENALISED = Sampling(0, repetition_penalty=1.4, banned=((3, 5), (2,)))
     [("cpu", Sampling(0)), ("cpu", PENALISED), ("cuda", PENALISED)],
     ids=["cpu-sampling0", "cpu-sampling1", "cuda-sampling1"],
 )
-def test_the_path_that_is_accepted_is_the_text(device: str, sampling: Sampling) -> None:
+def test_the_path_that_is_accepted_is_the_text(
+    device: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     target = tiny(hidden=32, seed=27)
     limits = {"max_new_tokens": [14, 20, 9, 17], "sampling": sampling}
     plain = Engine(target, rows=2).generate(PROMPTS, **limits).tokens

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from cotrain import __version__
 from cotrain.paths import folder
 from inference.drafts.draft_folder import PROMPTS, load_tokenizer, read
-from tests.project.test_walls import imports
+from tests.project.test_walls import ARROWS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -38,6 +38,7 @@ def files(name: str, pattern: str = "*") -> set[str]:
     return {path.relative_to(ROOT / name).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
+@pytest.mark.thorough
 def test_wheel_packs_conf_and_data_inside_the_package(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     assert files("conf") and files("data")
@@ -49,6 +50,7 @@ def test_wheel_packs_conf_and_data_inside_the_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in names} == {*PACKAGES, information}
 
 
+@pytest.mark.thorough
 def test_wheel_finds_its_folders_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site packages")
     code = "from cotrain.paths import folder; print(folder('conf')); print(folder('data'))"
@@ -59,6 +61,7 @@ def test_wheel_finds_its_folders_away_from_the_checkout(wheel: Path, tmp_path: P
     assert done.stdout.split("\n")[:2] == [str(package / "_conf"), str(package / "_data")]
 
 
+@pytest.mark.thorough
 def test_wheel_finds_its_drafts_by_name(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site packages")
     packed = (tmp_path / "site packages" / "cotrain").resolve() / "_data" / "drafts"
@@ -112,10 +115,7 @@ def test_every_import_is_declared() -> None:
         "vllm_repair",
         "wandb",
     }  # imported where asked for, never needed; the last is a file
-    sources = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    names = set().union(
-        *({name.partition(".")[0] for name in imports(path.read_text(encoding="utf-8"))} for path in sources)
-    )
+    names = {name.partition(".")[0] for names in ARROWS.values() for name in names}
     used = {roots.get(name, name) for name in names} - {""}
     assert used - lazy <= {distribution(requirement) for requirement in PROJECT["dependencies"]}
 

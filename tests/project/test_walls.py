@@ -118,6 +118,7 @@ def test_packages_of_cotrain_import_one_way() -> None:
     assert {"training", "data", "bench", "losses"} <= set(order)
 
 
+@pytest.mark.thorough
 def test_importing_inference_loads_no_training_library() -> None:
     modules = [name for name, path in FILES.items() if below(name, "inference") and path.name not in SCRIPTS]
     code = f"import sys, importlib\nfor name in {modules}: importlib.import_module(name)\nprint(*sys.modules)"

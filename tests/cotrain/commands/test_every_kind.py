@@ -26,6 +26,7 @@ from inference.report.build import _of_engine, validate
 from inference.servers.openai_client import Served
 from tests.draft_folders import draft_folder
 from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
+from tests.often import often
 from tests.settings import composed, put
 
 EVERY = [*KINDS, "retrieval, datastore"]
@@ -94,21 +95,6 @@ def ran(settings: dict[str, Any], command: str, path: Path | None, output: Path 
     RUN[command](cfg)
 
 
-# these are measured as a kind is that is always tried
-ALIKE = (
-    "conditioned",
-    "hybrid",
-    "p_eagle",
-    "block",
-    "hydra",
-    "quantised",
-    "two_levels",
-    "retrieval",
-    "parallel",
-    "medusa",
-)
-
-
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_folder_decodes(
     kind: str, place: Path, plain: list[int], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -120,7 +106,8 @@ def test_a_folder_decodes(
     assert said(engine) == plain and engine.policy.k == 2
 
 
-@pytest.mark.parametrize("kind", [pytest.param(one, marks=[pytest.mark.thorough] * (one in ALIKE)) for one in EVERY])
+# one that reads states, and one whose drafts are certain
+@pytest.mark.parametrize("kind", often(EVERY, {"eagle", "retrieval, datastore"}.__contains__))
 def test_a_folder_is_measured(kind: str, place: Path, settings: dict[str, Any]) -> None:
     path, output = drafted(place, kind), place / f"bench of {kind}"
     ran(settings, "bench", path, output)
@@ -174,7 +161,7 @@ def test_texts_are_sampled_faster_with_any_kind(kind: str, place: Path, settings
     assert list(made[0]) == list(made[1])
 
 
-@pytest.mark.parametrize("kind", ["eagle", "retrieval"])
+@pytest.mark.parametrize("kind", often(["eagle", "retrieval"], {"eagle"}.__contains__))
 def test_a_server_of_any_kind_is_compared(
     kind: str,
     place: Path,

@@ -14,6 +14,7 @@ from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
 from tests.cotrain.commands.test_train import SIZES
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 from tests.draft_folders import bare, draft_folder
 from tests.folders import network, own_texts, target_folder
 
@@ -61,7 +62,7 @@ def test_bits_reach_every_command(
     """What draft.bits= says is what is measured, kept, loaded and decoded with; no engine is given it."""
     output = f"{kind}{bits}"
     named = [f"draft.path={place / 'small'}", "draft.inner=2"] if kind == "two_levels" else []
-    assert job(place, output, f"draft={kind}", f"draft.bits={bits}", *named) == 0
+    assert job(place, output, f"draft={kind}", f"draft.bits={bits}", "rollout.temperatures=[1.0]", *named) == 0
     folder = place / output / "draft"
     report, config = (json.loads((folder / one).read_text()) for one in ("report.json", "config.json"))
     validate(report)

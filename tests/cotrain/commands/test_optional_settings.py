@@ -19,6 +19,7 @@ from cotrain.training.fit import _rounded
 from inference.models.pretrained import load_model
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
+from tests.often import often
 from tests.settings import composed
 from tests.tiny import tiny
 
@@ -69,7 +70,11 @@ def said(kind: str, init: str = "scratch", **changed: Any) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# others have the settings of one of these, or some of them
+OFTEN = {"independent", "eagle", "p_eagle", "medusa", "early_exit", "retrieval", "two_levels", "conditioned", "block"}
+
+
+@pytest.mark.parametrize("kind", often(KINDS, OFTEN.__contains__))
 def test_a_kind_takes_what_it_has_and_refuses_the_rest(kind: str) -> None:
     assert set(TAKES) == set(KINDS) and set(VALUES) | {"path"} == OF_KINDS
     for key, value in VALUES.items():
@@ -154,8 +159,19 @@ def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str
     return f"{network.config.to_json_string(use_diff=False)} {weights} {rounded}"
 
 
-@pytest.mark.parametrize("init", [*NEW.inits, "pretrained"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("hybrid", "p_eagle", "hydra")])  # as others
+@pytest.mark.parametrize(
+    ("kind", "init"),
+    often(
+        # hybrid, p_eagle and hydra as others
+        [
+            (kind, init)
+            for kind in KINDS
+            if kind not in ("hybrid", "p_eagle", "hydra")
+            for init in (*NEW.inits, "pretrained")
+        ],
+        lambda case: case[1] == "scratch" or case[0] in ("independent", "retrieval"),
+    ),
+)
 def test_every_setting_of_a_draft_changes_it_or_is_refused(
     kind: str, init: str, folders: Path, target: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -134,7 +134,10 @@ class TestDataSelf:
         unseen = [json.loads(row) for row in (run / "draft" / PROMPTS).open()]
         assert unseen and all(row in final for row in unseen)
 
-    def test_the_file_of_a_run_is_a_data_set_for_others(self, place: Path, tmp_path: Path) -> None:
+    def test_the_file_of_a_run_is_a_data_set_for_others(
+        self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("cotrain.training.job.LONGEST", 12)
         assert (
             main(
                 [

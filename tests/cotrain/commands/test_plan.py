@@ -11,6 +11,7 @@ from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
 from tests.cotrain.commands.test_train import job
 from tests.cotrain.commands.test_train import place as place  # a fixture
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 
 SIZES = (
     "bench.new_tokens=12",
@@ -237,6 +238,7 @@ def test_a_servers_counters_are_compared_with_the_plan(
     assert "make one with cotrain plan draft.path=" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that never drafts emits one token per call."""
     never = Adaptive({1: (1.0, 99.0, 99.0, 99.0)}, Estimates(0.1, (0.0,) * INPUTS, (0.0,) * INPUTS))

@@ -28,7 +28,10 @@ def plan(target: Path, *settings: str) -> int:
     )
 
 
-def test_shapes_of_several_kinds_are_timed(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shapes_of_several_kinds_are_timed(
+    target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inference.measure.costs.MOST", 1)
     assert plan(target, 'shapes=["draft=eagle", "init=target_layers init.layers=[0]"]', "batches=[1,2]") == 0
     found = json.loads((target.parent / "plan" / "plan.json").read_text())["shapes"]
     assert [shape["kind"] for shape in found] == ["eagle", "independent"]

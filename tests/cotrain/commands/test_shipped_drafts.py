@@ -19,6 +19,7 @@ from tests.cotrain.commands.test_output_inputs import texts_of
 from tests.cotrain.data.test_inputs import given, templated
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder, tokenizer
+from tests.often import often
 
 COMMANDS = [name for name, schema in SCHEMAS.items() if "draft.path" in texts_of(schema)]
 
@@ -43,7 +44,7 @@ def read_by(command: str, monkeypatch: pytest.MonkeyPatch, path: str) -> str | N
     return seen[0] if seen else None
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", often(COMMANDS, {"train", "generate", "export"}.__contains__))
 def test_a_name_is_that_of_a_shipped_draft_unless_a_local_folder_has_it(
     command: str, shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import datasets
@@ -30,6 +30,15 @@ SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
 optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
 bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quickly() -> Iterator[None]:
+    """Speeds are not looked at: each is timed once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inference.measure.costs.MOST", 1)
+        patch.setattr("cotrain.planning.planner.SHAPE", 1)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -211,6 +220,7 @@ def went_down(*_: object) -> None:
     raise OSError("the machine went down while measuring")
 
 
+@pytest.mark.thorough
 def test_a_run_that_lost_its_patience_stays_ended(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -309,7 +319,9 @@ def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[st
 def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shared = (
         "measure=false",
+        "rollout.temperatures=[1.0]",
         "trainer.steps=4",
+        "trainer.validations=1",
         "trainer.corpus_steps=0",
         f"rollout.folder={place / 'shared texts'}",
         f"trainer.cache={place / 'shared states'}",
@@ -466,6 +478,15 @@ TEMPLATE = (
 )
 
 
+ONE_STEP = (
+    "rollout.prompt_tokens=60",
+    "rollout.temperatures=[1.0]",
+    "trainer.corpus_steps=0",
+    "trainer.steps=1",
+    "trainer.validations=1",
+)
+
+
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a chat template, and logs that it did not write."""
@@ -486,8 +507,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
     learnt_from: list[Texts] = []
     parts = fit.parts
     monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
-    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
-    assert job(chatting, "run", "overwrite=true", "measure=false", *settings) == 0
+    assert job(chatting, "run", "overwrite=true", "measure=false", *ONE_STEP) == 0
     learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
     assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}
     sampled = datasets.Dataset.from_parquet(str(chatting / "run" / "rollouts" / "train_T1.parquet"))
@@ -503,8 +523,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
 def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     chatting: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ["rollout.prompt_tokens=60", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]"]
-    assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *settings) == 0
+    assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *ONE_STEP) == 0
     said = capsys.readouterr()
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
     found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]

@@ -53,9 +53,9 @@ def test_a_command_composes_by_itself(command: str) -> None:
 
 
 def covering() -> list[tuple[str, list[str]]]:
-    """Of all commands: those swaps that choose an option which none before does."""
+    """Of all commands, that with the most groups first: those swaps that choose an option which none before does."""
     seen, kept = set[str](), list[tuple[str, list[str]]]()
-    for command in PRIMARIES:
+    for command in sorted(PRIMARIES, key=lambda name: -len(groups(name))):
         for swap in swaps(command):
             if not {*swap} <= seen:
                 kept.append((command, swap))

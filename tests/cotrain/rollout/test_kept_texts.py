@@ -239,7 +239,10 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
     monkeypatch.setattr(run, "models", counted)
     settings = (
         "measure=false",
+        "rollout.temperatures=[1.0]",
         "trainer.steps=4",
+        "trainer.validations=1",
+        "trainer.corpus_steps=0",
         "trainer.remember_mb=0",
         f"rollout.folder={place / 'kept texts'}",
         f"trainer.cache={place / 'kept states'}",

@@ -22,11 +22,13 @@ from inference.policy import Fixed
 from inference.sampling import one_hot
 from tests import standin
 from tests.cotrain.losses.test_sequence import alone
+from tests.often import EACH_WAY, often
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
 from tests.watched import Watched
 
 IDS = torch.randint(VOCABULARY, (3, 14), generator=torch.Generator().manual_seed(4))
 EVERY = pytest.mark.parametrize("kind", STUDENTS)
+EACH = pytest.mark.parametrize("kind", often(STUDENTS, EACH_WAY.__contains__))
 
 
 TRAINED = {kind for kind in KINDS if DRAFTS[kind].trained}
@@ -96,7 +98,7 @@ def test_a_guess_reads_only_what_its_round_has(kind: str) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("loss", ["0.5*kl+0.5*calls", "calls_tv"])
+@pytest.mark.parametrize("loss", often(["0.5*kl+0.5*calls", "calls_tv"], lambda loss: "kl" in loss))
 def test_every_loss_reaches_every_parameter(kind: str, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in chunks, where what a guess does not name gets no gradient, and whether the target's distributions are
     computed once for all depths or for each. The target may have sampled other tokens than those that count."""
@@ -124,7 +126,7 @@ def short(prompts: list[int], completions: list[int], rows: int = 4) -> dict[str
     return {"ids": ids, "predicted": inside, "key": torch.arange(rows), "temperature": torch.ones(rows)}
 
 
-@EVERY
+@EACH
 def test_answers_of_no_one_and_two_tokens_are_learnt_and_judged(kind: str) -> None:
     """In batches of only such, each loss is finite, as are its gradients, and each figure is of what there is."""
     model = target()
@@ -162,7 +164,7 @@ def drafted() -> set[tuple[int, int]]:
     }
 
 
-@EVERY
+@EACH
 def test_what_is_learnt_at_a_depth_is_what_rounds_draft_at_it(
     kind: str, drafted: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +263,7 @@ def test_of_other_weights_is_the_same_student(kind: str) -> None:
         assert torch.equal(distributions(one), distributions(expected))
 
 
-@pytest.mark.parametrize("kind", SERVED)
+@pytest.mark.parametrize("kind", often(SERVED, {*EACH_WAY, "p_eagle", "parallel"}.__contains__))
 def test_the_trained_distribution_is_the_served_one(kind: str) -> None:
     """At each drafted token of real rounds, the text with its drafts being read as a text to learn from."""
     model = target()
@@ -340,7 +342,7 @@ def held_out_figures(kind: str, device: str) -> dict[str, Any]:
     return figures(evaluate(held, student, split(model)[1]))
 
 
-@pytest.mark.parametrize("kind", ["eagle", "block", "early_exit"])
+@pytest.mark.parametrize("kind", often(["eagle", "block", "early_exit"], {"eagle"}.__contains__))
 def test_a_student_is_judged_on_another_device(kind: str) -> None:
     """Held-out texts stay on the CPU. Other kinds: `tests/cotrain/training/test_on_a_device.py`."""
     with standin.device():

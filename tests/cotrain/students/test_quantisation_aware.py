@@ -63,11 +63,14 @@ def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6) and not torch.equal(ours, theirs)
 
 
+FEW = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.validations=1", "trainer.corpus_steps=0")
+
+
 def test_a_draft_trained_for_a_quantisation_is_exported_in_it(tmp_path: Path) -> None:
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl")
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
-    assert main(["train", *paths, *SIZES, "draft.quantisation=nf4", "trainer.steps=2", "measure=false"]) == 0
+    assert main(["train", *paths, *SIZES, "draft.quantisation=nf4", *FEW, "measure=false"]) == 0
     recipe = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]
     weights = load_file(tmp_path / "run" / "draft" / "model.safetensors")
     few = [len(part.unique()) <= 16 for part in weights["model.layers.0.mlp.up_proj.weight"].view(-1, 64)]

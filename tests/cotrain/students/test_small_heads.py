@@ -179,7 +179,7 @@ def test_the_size_of_a_draft_counts_its_own_head() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        ("draft=independent", "draft.vocabulary=40", "draft.head_rank=4"),
+        pytest.param(("draft=independent", "draft.vocabulary=40", "draft.head_rank=4"), marks=pytest.mark.thorough),
         ("draft=eagle", "draft.head_rank=4", "draft.depths=2"),
     ],
     ids=lambda settings: settings[0],

@@ -6,7 +6,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,6 +38,7 @@ from inference.drafts.moved_target import MOVED, movement_of, said
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import tokenizer
+from tests.often import often
 from tests.student_kinds import STUDENTS
 from tests.student_kinds import target as target_of_kinds
 from tests.tiny import tiny
@@ -278,16 +279,65 @@ SETTINGS = (
 )
 
 
+WITHIN = ("joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS)
+
+
+class Made(NamedTuple):
+    """A finished run: its folder, and hashes of the texts that chose the scale and of those that were compared."""
+
+    folder: Path
+    chosen: list[str]
+    compared: list[list[str]]
+
+
 @pytest.fixture(scope="module")
-def pair(place: Path) -> Path:
-    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "overwrite=true") == 0
-    return place / "pair"
+def half(place: Path) -> Path:
+    """The target in bfloat16."""
+    AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.bfloat16).save_pretrained(place / "half")
+    tokenizer().save_pretrained(place / "half")
+    return place / "half"
 
 
-def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, place: Path) -> None:
+@pytest.fixture(scope="module")
+def made(half: Path) -> Made:
+    made, choose, moved = Made(half.parent / "pair", [], []), joint.choose_scale, joint.movement
+
+    def chosen(*given: Any) -> float:
+        made.chosen.extend(given[3].hashes())
+        return choose(*given)
+
+    def compared(*given: Any) -> Movement:
+        made.compared.append(given[2].hashes())
+        return moved(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joint, "choose_scale", chosen)
+        patch.setattr(joint, "movement", compared)
+        assert job(half.parent, "pair", *WITHIN, "overwrite=true", target="half") == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def pair(made: Made) -> Path:
+    return made.folder
+
+
+def warmed(pair: Path, output: Path, **joint: float) -> None:
+    """A run that stopped behind its first stage, which is the pair's. joint: other settings of the second."""
+    shutil.copytree(pair / WARM, output / WARM)
+    run = json.loads((pair / "run.json").read_text())
+    run["state"] = "unfinished"
+    run["settings"]["joint"] |= joint
+    (output / "run.json").write_text(json.dumps(run))
+
+
+def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, half: Path) -> None:
+    """In the dtype of the original's files."""
     said = movement_of(str(pair / "target"))
-    assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(place / "target")
-    folders = place / "target", pair / "target"
+    assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(half)
+    original, files = (load_file(path / "model.safetensors") for path in (half, pair / "target"))
+    assert {value.dtype for value in files.values()} == {torch.bfloat16} and not same(original, files)
+    folders = half, pair / "target"
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
     changed = [name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])]
     assert any("q_proj" in name for name in changed) and not any("norm" in name or "embed" in name for name in changed)
@@ -299,11 +349,11 @@ def held_out_rows(run: Path, place: str) -> list[dict[str, Any]]:
     return [dict(row) for row in read_rows(run / place / "rollouts" / "held_out_T1")]
 
 
-def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, place: Path) -> None:
+def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, half: Path) -> None:
     """And on texts that the moved target samples from the same prompts."""
     said = movement_of(str(pair / "target"))
     assert said is not None
-    folders = place / "target", pair / "target"
+    folders = half, pair / "target"
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
     rows = held_out_rows(pair, "warm")[1::2]
     prompts, sampler = [row["prompt"] for row in rows], Own(Engine(new, tokenizer=tokenizer(), rows=4))
@@ -320,28 +370,11 @@ def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, pla
     assert said["bound"] == max(said[name]["bound"] for name in ("texts", "own_texts"))
 
 
-def test_texts_that_choose_the_scale_do_not_certify(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the folder has the dtype of the original's files."""
-    folder = place / "half"
-    AutoModelForCausalLM.from_pretrained(place / "target", dtype=torch.bfloat16).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    chosen, certified = [], []
-    choose, moved = joint.choose_scale, joint.movement
-    monkeypatch.setattr(joint, "choose_scale", lambda *given: chosen.extend(given[3].hashes()) or choose(*given))
-
-    def movement(*given: Any) -> Movement:
-        certified.append(given[2].hashes())
-        return moved(*given)
-
-    monkeypatch.setattr(joint, "movement", movement)
-    assert job(place, "apart", "joint.epsilon=9", "joint.lr=0.05", *SETTINGS, target="half") == 0
-    texts, own_texts = certified[-2:]  # those before choose the scale
-    assert len(texts) == len(own_texts) == len(chosen) == 3 and not {*texts, *own_texts} & {*chosen}
-    assert sorted(texts + chosen) == sorted(
-        padded(read_rows(place / "apart" / "warm" / "rollouts" / "held_out_T1")).hashes()
-    )
-    original, files = (load_file(path / "model.safetensors") for path in (folder, place / "apart" / "target"))
-    assert {value.dtype for value in files.values()} == {torch.bfloat16} and not same(original, files)
+def test_texts_that_choose_the_scale_do_not_certify(made: Made) -> None:
+    texts, own_texts = made.compared[-2:]  # those before choose the scale
+    assert len(texts) == len(own_texts) == len(made.chosen) == 3 and not {*texts, *own_texts} & {*made.chosen}
+    rows = read_rows(made.folder / WARM / "rollouts" / "held_out_T1")
+    assert sorted(texts + made.chosen) == sorted(padded(rows).hashes())
 
 
 def test_texts_that_certify_share_no_conversation_or_document() -> None:
@@ -387,7 +420,8 @@ def test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given(p
     manifest = {key: value for key, value in (read_manifest(file) or {}).items() if key not in ("rows", "tokens")}
     rows = [row | {"prompt": row["prompt"][2:]} for row in reversed(list(read_rows(file)))]
     save_rows(rows, file, manifest)
-    assert job(place, "of given", "joint.epsilon=9", "joint.lr=0.05", *SETTINGS, f"rollout.folder={given}") == 0
+    settings = ("joint.epsilon=9", "joint.lr=0.05", *SETTINGS, f"rollout.folder={given}")
+    assert job(place, "of given", *settings, target="half") == 0
     last = held_out_rows(place / "of given", ".")
     assert [row["prompt"] for row in last] == [row["prompt"] for row in rows] and last != rows
     judged = [
@@ -405,9 +439,8 @@ def test_texts_to_learn_from_at_last_are_the_originals(way: str, pair: Path, pla
         settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
     else:
         settings += ["rollout.rounds=2", "joint.warm_steps=2", "trainer.validations=2"]
-    assert (
-        job(place, way, *settings, "joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0") == 0
-    )
+    settings += ["joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0"]
+    assert job(place, way, *settings, target="half") == 0
     found = list((place / way).rglob("train_T1.parquet"))
     assert found == [place / way / "warm" / "rollouts" / "train_T1.parquet"]
     assert found[0].read_bytes() == (pair / "warm" / "rollouts" / "train_T1.parquet").read_bytes()
@@ -419,7 +452,7 @@ def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
     copy = shutil.copytree(pair, place / "missing")
     for file in (copy / "warm" / "rollouts").glob("train_*"):
         file.unlink()
-    assert job(place, "missing", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 1
+    assert job(place, "missing", *WITHIN, "trainer.steps=3", target="half") == 1
     assert "the texts of the original target are missing in" in capsys.readouterr().err
 
 
@@ -452,8 +485,8 @@ def test_an_interrupted_run_moves_the_target_to_the_same_place(
 
     monkeypatch.setattr(JointTraining, "judge", once("judge", JointTraining.judge, 2))
     monkeypatch.setattr(joint, "movement", once("movement", joint.movement, 2))
-    given = ("joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS)
-    assert [job(place, "halted", *given) for _ in range(3)] == [1, 1, 0]
+    warmed(pair, place / "halted")
+    assert [job(place, "halted", *WITHIN, target="half") for _ in range(3)] == [1, 1, 0]
     one, two = (load_file(run / "target" / "model.safetensors") for run in (pair, place / "halted"))
     assert same(one, two)
     assert movement_of(str(pair / "target")) == movement_of(str(place / "halted" / "target"))
@@ -501,36 +534,46 @@ def test_both_bounds_hold_together() -> None:
 
 def test_a_finished_stage_is_not_repeated(pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint, "SecondStage", lambda *_: pytest.fail("the target moves again"))
-    before = {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()}
-    assert job(place, "pair", "joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS, "trainer.steps=3") == 0
-    assert {path: path.stat().st_mtime_ns for path in (pair / "target").iterdir()} == before
+    moved = shutil.copytree(pair, place / "longer") / "target"
+    before = {path: path.stat().st_mtime_ns for path in moved.iterdir()}
+    assert job(place, "longer", *WITHIN, "trainer.steps=3", target="half") == 0
+    assert {path: path.stat().st_mtime_ns for path in moved.iterdir()} == before
 
 
-def test_a_target_outside_the_bound_exports_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    far = (*SETTINGS, "joint.lr=0.2", "joint.weight=0.0", "joint.epsilon=1e-6")
-    assert job(place, "far", *far, "overwrite=true") != 0
+def test_a_target_outside_the_bound_exports_nothing(
+    pair: Path, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warmed(pair, place / "far", lr=0.2, weight=0.0, epsilon=1e-6)
+    far = (*WITHIN, "joint.lr=0.2", "joint.weight=0.0", "joint.epsilon=1e-6")
+    assert job(place, "far", *far, target="half") != 0
     assert "joint.epsilon" in capsys.readouterr().err and not (place / "far" / "draft").exists()
     assert not movement_of(str(place / "far" / "target"))["certified"]  # type: ignore[index]
     capsys.readouterr()
-    assert job(place, "far", *far, "joint.uncertified=true") == 0
+    assert job(place, "far", *far, "joint.uncertified=true", target="half") == 0
     assert (place / "far" / "draft").exists()
 
 
 @pytest.mark.parametrize(
     ("setting", "says"),
-    [
-        ("regime.temperature=0", "regime.temperature"),
-        ("optimizer=muon", "optimizer"),
-        ("joint.warm_steps=0", "joint.warm_steps"),
-        ("draft=retrieval", "not trained"),
-        ("trainer.minutes=5", "minutes"),
-        ("rollout.held_out_texts=3", "there are 3 held-out texts of different conversations"),
-        ("trainer.strategy=fsdp2", "trainer.strategy"),
-        ("rollout.rounds=2", "rollout.rounds"),
-        ("loss.then=calls trainer.corpus_steps=1", "trainer.corpus_steps: calls"),  # from the last stage's step 1 on
-        ("data.on_target=true", "data.on_target"),
-        ("joint.epsilon=[0.1]", "joint.epsilon"),
-    ],
+    often(
+        [
+            ("regime.temperature=0", "regime.temperature"),
+            ("optimizer=muon", "optimizer"),
+            ("joint.warm_steps=0", "joint.warm_steps"),
+            ("draft=retrieval", "not trained"),
+            ("trainer.minutes=5", "minutes"),
+            ("rollout.held_out_texts=3", "there are 3 held-out texts of different conversations"),
+            ("trainer.strategy=fsdp2", "trainer.strategy"),
+            ("rollout.rounds=2", "rollout.rounds"),
+            (
+                "loss.then=calls trainer.corpus_steps=1",
+                "trainer.corpus_steps: calls",
+            ),  # from the last stage's step 1 on
+            ("data.on_target=true", "data.on_target"),
+            ("joint.epsilon=[0.1]", "joint.epsilon"),
+        ],
+        lambda case: case[0].startswith(("regime", "joint", "rollout.held", "loss")),
+    ),
 )
 def test_settings_that_joint_training_lacks_are_refused(
     setting: str, says: str, place: Path, capsys: pytest.CaptureFixture[str]

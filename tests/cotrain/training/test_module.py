@@ -31,6 +31,7 @@ from cotrain.training.progress import Progress
 from tests import kinds
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import VOCABULARY, target_folder
+from tests.often import often
 from tests.tiny import tiny
 
 
@@ -156,7 +157,13 @@ def test_tau_without_the_markov_head_is_that_of_the_draft_without_it(target: Lla
 AT_OTHER_ENDS = ("greedy", "greedy_draft")
 
 
-@pytest.mark.parametrize("name", [*LOSSES, "0.1*kl + 0.9*calls", "0.5*tv+calls_block"])
+@pytest.mark.parametrize(
+    "name",
+    often(
+        [*LOSSES, "0.1*kl + 0.9*calls", "0.5*tv+calls_block"],
+        {"kl", "calls", "greedy", "0.5*tv+calls_block"}.__contains__,
+    ),
+)
 def test_every_loss_teaches(name: str, tmp_path: Path) -> None:
     target, small = tiny(), tiny(layers=1, seed=3)
     ids = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(1))

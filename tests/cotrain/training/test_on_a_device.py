@@ -19,6 +19,7 @@ from inference.policy import Fixed
 from tests import standin
 from tests.folders import own_texts, target_folder
 from tests.gpu_counts import TRAINED, Training, logging_soon, training_counts
+from tests.often import often
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "error:.*CUDA graphs failed")
 
@@ -52,13 +53,8 @@ def trained(training: Training) -> None:
     assert len(found.tokens[0]) == 3 and found.stats.drafted
 
 
-# these train as a kind does that is always tried
-ALIKE = ("conditioned", "hybrid", "hydra")
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind in ALIKE)) for kind in TRAINED]
-)
+# a model of its own, and layers of the target; heads are trained by the commands below
+@pytest.mark.parametrize("kind", often(TRAINED, {"independent", "early_exit"}.__contains__))
 def test_a_draft_of_every_kind_trains_and_decodes(kind: str) -> None:
     """Bounds that may only be lowered. A step that is logged reads its loss, acceptance, norm and speed besides."""
     counts = training_counts(kind, then=trained)
@@ -91,9 +87,12 @@ def test_a_loss_that_is_not_finite_ends_the_training_at_a_logged_step_and_is_nev
         assert not (tmp_path / "last.ckpt").exists()
 
 
-def test_commands_train_a_draft_that_decodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_train_a_draft_that_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of the prompts are sampled as texts of temperature 0, which a loss treats otherwise. The same command goes
     on from its checkpoint, which is read to the CPU."""
+    monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     target_folder(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl", 60)
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]

@@ -45,6 +45,7 @@ def test_training_ends_with_its_minutes(place: Path, monkeypatch: pytest.MonkeyP
     assert main(["train", "target.path=nowhere", f"output={place / 'no'}", "trainer.minutes=0"]) == 1
 
 
+@pytest.mark.thorough
 def test_a_run_leaves_time_for_what_follows_its_training(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -21,6 +21,7 @@ from inference.proposers import Independent, Parallel
 from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build
+from tests.often import often
 from tests.tiny import near, tiny
 
 F64 = torch.float64
@@ -225,7 +226,7 @@ DAMAGES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", often(DAMAGES, {"an id twice", "no number"}.__contains__))
 def test_a_damaged_draft_is_refused_wherever_it_is_read(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
 from tests import tiny as tinies
 from tests.inference import test_families as families
+from tests.often import often
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4, 31, 8, 1], [12, 13, 14, 15, 16, 17, 18]]
 START = [6, 3, 4]  # where the last three ids of each text begin
@@ -65,7 +66,7 @@ def check(model: PreTrainedModel, lm: LM) -> None:
         close(later.logits[row], host(torch.tensor([text]), use_cache=False).logits[0, -3:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", often(FAMILIES, {"GPT2", *families.OFTEN}.__contains__))
 def test_states_are_transformers_own(family: str) -> None:
     with torch.inference_mode(False):
         model = families.build(family, FAMILIES[family])

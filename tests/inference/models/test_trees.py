@@ -15,6 +15,7 @@ from inference.verify.tree import MOST_NODES, Tree
 from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
+from tests.often import often
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4], [12, 13, 14, 15, 16, 17, 18]]
 START = [len(text) - 1 for text in TEXTS]
@@ -131,7 +132,12 @@ NAMED = {
 EVERY = [(name, settings) for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING] if name in NAMED]
 
 
-@pytest.mark.parametrize(("name", "settings"), EVERY, ids=[name for name, _ in EVERY])
+OFTEN = {"Llama", "GPT2", "Gemma3Text", *families.OFTEN}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), often(EVERY, lambda case: case[0] in OFTEN), ids=[name for name, _ in EVERY]
+)
 def test_families_with_and_without_windows(name: str, settings: dict[str, Any]) -> None:
     """Windows are of 8 positions; a path is up to 4 beyond texts of up to 9 ids."""
     with torch.inference_mode(False):

@@ -25,6 +25,7 @@ from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
 from tests.inference.test_shared_proposers import Short
+from tests.often import often
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
@@ -38,6 +39,7 @@ REGIMES = {
     "with history": [Sampling(0.8, repetition_penalty=1.2)] * 5,
     "with a processor": [Sampling(0.8, processors=(lambda ids, logits: logits / 2,))] * 5,
 }
+OFTEN = {("sampled", 1), ("each its own", 3), ("mixed with greedy", 3), ("with history", 3)}
 UNCOMPILED = {"truncated", "with history", "with a processor", "mixed with greedy"}
 
 
@@ -87,7 +89,11 @@ def both(size: int | None, *arguments: Any, greedy: bool = False, **settings: An
 
 @pytest.mark.parametrize(
     ("name", "rows", "size"),
-    [*((name, 3, 16) for name in REGIMES), ("sampled", 1, 16), ("mixed with greedy", 1, None), ("greedy", 3, None)],
+    [
+        *often([*((name, 3, 16) for name in REGIMES), ("sampled", 1, 16)], lambda case: case[:2] in OFTEN),
+        pytest.param("mixed with greedy", 1, None, marks=pytest.mark.thorough),
+        ("greedy", 3, None),
+    ],
 )
 def test_text_and_distributions_are_those_of_single_steps(
     calls: list[int], name: str, rows: int, size: int | None
@@ -97,7 +103,9 @@ def test_text_and_distributions_are_those_of_single_steps(
     assert set(calls) == (set() if name in UNCOMPILED and (name, rows) != ("mixed with greedy", 1) else {3})
 
 
-@pytest.mark.parametrize("settings", [{"greedy": True}, {"verify": "match", "context": 24}])
+@pytest.mark.parametrize(
+    "settings", often([{"greedy": True}, {"verify": "match", "context": 24}], lambda case: "verify" in case)
+)
 def test_under_other_rules_too(calls: list[int], settings: dict[str, Any]) -> None:
     both(16, Sampling(0.8), **settings)
     assert calls
@@ -119,7 +127,7 @@ class Pausing:
         return [(len(text) + n) % 4 * (self.round % self.every == 0) for n, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("every", [1, 2, 5, 24])
+@pytest.mark.parametrize("every", often([1, 2, 5, 24], {2, 24}.__contains__))
 def test_pairs_that_wait_are_read(calls: list[int], every: int) -> None:
     network = kinds.eagle(tiny(), draft_vocab_size=16)
     (out, q), (wanted, p) = (
@@ -208,7 +216,7 @@ def test_compiled_drafts_are_drawn_from_the_distributions_they_come_with(size: i
     torch.testing.assert_close(q[:, 0], p[:, 0], rtol=0.1, atol=0.01)
 
 
-@pytest.mark.parametrize(("size", "compile"), [(16, False), (None, True)])
+@pytest.mark.parametrize(("size", "compile"), often([(16, False), (None, True)], lambda case: case[1]))
 def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, compile: bool) -> None:
     """Before each round, also of weights that have changed since; the network itself is not rounded."""
     target, network = half(size)

@@ -55,7 +55,9 @@ def wanted(
     return reference(logits, [*row.text, *drafts], row.prompt, sampling or row.sampling, sorted(ENDS), steps)
 
 
-@pytest.mark.parametrize("parents", [None, (-1, -1, 0, 0, 1)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "parents", [None, pytest.param((-1, -1, 0, 0, 1), marks=pytest.mark.thorough)], ids=["chain", "tree"]
+)
 def test_rows_that_enter_leave_and_move_have_the_distributions_of_the_reference(
     parents: tuple[int, ...] | None,
 ) -> None:

@@ -64,6 +64,7 @@ def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
     assert [{name: one[name] for name in counts} for one in answers] == [counts] * 2
 
 
+@pytest.mark.thorough
 def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:
     with Server(sys.executable, "target", None, 2, 64, lookalike / "log") as server:
         stats = interleave([vllm_arm("vllm", server, Sampling(), 4)], [[1]], 1, warmup=0).stats("vllm")

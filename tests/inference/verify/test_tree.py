@@ -12,6 +12,7 @@ from inference.verify import traversal, tree
 from inference.verify.lossy_typical import lossy_typical
 from tests import standin
 from tests.exact import F64, distributions
+from tests.often import often
 from tests.trees import MODES, Case, judged, topologies
 
 RULES = {"tree": tree, "traversal": traversal}
@@ -55,7 +56,7 @@ def test_trees_of_up_to_three_nodes_emit_the_target_distribution(mode, kinds):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("V", [2, 3])
+@pytest.mark.parametrize("V", often([2, 3], {2}.__contains__))
 def test_trees_of_four_nodes_emit_the_target_distribution(mode, V):
     gains = []
     for parents in FOUR if V == 2 else FOUR[::5]:
@@ -83,7 +84,7 @@ def test_nothing_past_a_rows_nodes_is_read(rule, filler):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", often([torch.float32, F64, torch.bfloat16], lambda dtype: dtype != F64))
 def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtype):
     """Equal, one ulp apart, disjoint and one-hot distributions; a node that its draft gives no mass; u = 0 where p =
     0."""
