@@ -70,7 +70,7 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
 @contextmanager
 def unreported() -> Iterator[None]:
     """Keep transformers from listing the weights of layers, which are not loaded here."""
-    logger = logging.getLogger("transformers.modeling_utils")
+    logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,0 +1,105 @@
+"""A server that answers as a vLLM that hands out hidden states, in a thread of the test."""
+
+import fcntl
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from inference.models.pretrained import layers_of, tapped
+
+
+class FakeVLLM:
+    """What the server does. layers: whose states it writes below `folder`. faults: one for each of the next requests of
+    states, see `answer`; None: it answers as it should. asked: the texts of requests so far."""
+
+    def __init__(self, model: PreTrainedModel, folder: Path, layers: Sequence[int]) -> None:
+        self.model, self.layers = model, list(layers)
+        self.folder = folder / ("layers_" + "_".join(map(str, layers)))
+        self.faults: list[str | None] = []
+        self.asked: list[list[int]] = []
+        self.numbers, self.lock, self.url = count(), threading.Lock(), ""
+        self.folder.mkdir(parents=True)
+
+    @torch.no_grad()
+    def answer(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return status and body. Text is the likeliest continuation."""
+        ids = request["prompt"]
+        with self.lock:
+            fault = self.faults.pop(0) if self.faults and request["max_tokens"] == 1 else None
+            self.asked.append(ids)
+            new = list[int]()
+            for _ in range(request["max_tokens"]):
+                new.append(int(self.model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+            last = layers_of(self.model.config)
+            normed: list[torch.Tensor] = []
+            hook = self.model.base_model.norm.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0][0]))
+            with tapped(self.model, [layer for layer in self.layers if layer < last]) as states:
+                logits = self.model(torch.tensor([ids])).logits[0]
+            hook.remove()
+        if fault == "unwell":
+            return 503, {"error": "the engine has died"}
+        if fault == "rejected":
+            return 400, {"error": "the prompt is too long"}
+        path = self.folder / f"{next(self.numbers)}.safetensors"
+        held = torch.stack([normed[0] if layer == last else states[layer][0] for layer in self.layers], 1)
+        written = {"token_ids": torch.tensor(ids[::-1] if fault == "other text" else ids), "hidden_states": held}
+        if fault == "cut":
+            written["hidden_states"] = held[:-1]
+        if fault == "NaN":
+            written["hidden_states"] = held * float("nan")
+        lock = open(f"{path}.lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        threading.Timer(0.05 if fault == "late" else 0, self._write, (path, lock, written, fault)).start()
+        logprobs = logits.log_softmax(-1)
+        steps = [None, *({str(b): {"logprob": float(logprobs[i, b])}} for i, b in enumerate(ids[1:]))]
+        choice = {"text": "", "token_ids": new, "finish_reason": "length", "prompt_logprobs": steps}
+        return 200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
+
+    def _write(self, path: Path, lock: Any, written: dict[str, torch.Tensor], fault: str | None) -> None:
+        if fault != "lost":
+            save_file({name: value.contiguous() for name, value in written.items()}, path)
+        if fault == "half":
+            path.write_bytes(path.read_bytes()[:-8])
+        lock.close()
+
+
+@contextmanager
+def running(fake: FakeVLLM) -> Iterator[FakeVLLM]:
+    """Let the server run within the block, at `fake.url`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._send(*fake.answer(request))
+
+        def _send(self, status: int, body: dict[str, Any]) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()
