@@ -163,7 +163,8 @@ def test_a_training_from_a_server_ends_like_one_in_the_process(kind: str, folder
     ]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = f"""train target.path={folder} data.path={tmp_path / "own.jsonl"} data.on_target=true draft={kind}
-    {SMALL[kind]} init=scratch measure=false trainer.steps=4 trainer.corpus_steps=0 trainer.batch=2 trainer.validations=1
+    {SMALL[kind]} init=scratch measure=false trainer.steps=4
+    trainer.corpus_steps=0 trainer.batch=2 trainer.validations=1
     rollout.texts=8 rollout.held_out_texts=3 rollout.new_tokens=12 rollout.temperatures=[1.0]""".split()
     target = network(3)
     reads = student_class(kind)(made(kind, folder), target, VOCABULARY).reads

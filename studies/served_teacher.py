@@ -1,0 +1,160 @@
+"""What a vLLM as teacher costs and changes, beside the target in the process.
+
+    python -m studies.served_teacher OUT.json VLLM_PYTHON TARGET [--texts 200] [--steps 300] [--kinds eagle,block,...]
+
+For each kind of draft a vLLM serves the target on this machine's CPU as `cotrain teacher` says. The states of the same
+texts are read from it and from transformers: largest and mean difference by layer, tokens per second of both. Then the
+same draft is trained twice, with equal seeds and texts, and judged on held-out texts by the states of its teacher.
+Texts are those that the server samples for the first kind.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import torch
+
+from cotrain.cli import main as cotrain
+from cotrain.commands.teacher import serving
+from cotrain.config.drafts import DRAFTS
+from cotrain.config.groups import Init
+from cotrain.config.settings import TeacherConfig
+from cotrain.rollout.training_texts import read_rows
+from cotrain.students.base import student_class
+from cotrain.teacher.server_states import load_ends, served_elsewhere
+from cotrain.teacher.target_model import load_target, served
+from cotrain.training.job import Job
+from cotrain.training.preconditions import ids_of, outline
+from inference.drafts.atomic import write_atomic
+from inference.drafts.bundled_target import resolve
+from inference.measure.environment import environment
+
+PORT, STARTS = 8431, 180.0  # seconds in which a vLLM must start
+
+
+@contextmanager
+def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterator[str]:
+    """Serve the target for a kind of draft within the block. Yield the address."""
+    draft = DRAFTS[kind](kind=kind)
+    command, variables = serving(
+        TeacherConfig.model_validate(
+            {
+                "target": {"path": target},
+                "draft": draft,
+                "folder": str(folder),
+                "port": PORT,
+                "gpus": 0,
+                "python": python,
+            }
+        )
+    )
+    with log.open("w") as file:
+        process = subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)
+        url, end = f"http://127.0.0.1:{PORT}", time.monotonic() + STARTS
+        while True:
+            try:
+                urlopen(f"{url}/v1/models", timeout=2).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > end:
+                    raise RuntimeError(f"vLLM did not start: see {log}") from None
+                time.sleep(1)
+        try:
+            yield url
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def compared(url: str, target: str, kind: str, texts: list[list[int]]) -> dict[str, Any]:
+    """Return differences of states by layer, and tokens per second of both ways."""
+    path = resolve(target)
+    _, tokenizer = outline(target)
+    whole, ends = load_target(path), load_ends(path)
+    draft = DRAFTS[kind](kind=kind)
+    network = student_class(kind).initial(draft, Init(kind="scratch"), whole)
+    reads = student_class(kind)(network, whole, ids_of(tokenizer)).reads
+    here, _ = served(whole, ids_of(tokenizer), reads)
+    there, _ = served_elsewhere([url], ends, ids_of(tokenizer), reads)
+    largest: dict[int, float] = {}
+    sums: dict[int, list[float]] = {}
+    seconds = {"process": 0.0, "server": 0.0}
+    by_length = sorted(texts, key=len)
+    for first in range(0, len(by_length), 8):
+        batch = by_length[first : first + 8]
+        width = max(map(len, batch))
+        ids = torch.tensor([[*text, *[0] * (width - len(text))] for text in batch])
+        clock = time.perf_counter()
+        with torch.no_grad():
+            own = here(ids)
+        seconds["process"] += time.perf_counter() - clock
+        clock = time.perf_counter()
+        other = there(ids)
+        seconds["server"] += time.perf_counter() - clock
+        for layer, states in own.items():
+            for row, text in enumerate(batch):
+                gap = (states[row, : len(text)] - other[layer][row, : len(text)]).abs()
+                largest[layer] = max(largest.get(layer, 0.0), float(gap.max()))
+                size = float(states[row, : len(text)].abs().mean())
+                sums.setdefault(layer, []).append(float(gap.mean()) / size)
+    tokens = sum(map(len, texts))
+    return {
+        "texts": len(texts),
+        "tokens": tokens,
+        "largest_difference": largest,
+        "mean_difference_over_mean_size": {layer: sum(parts) / len(parts) for layer, parts in sums.items()},
+        "tokens_per_second": {way: tokens / spent for way, spent in seconds.items()},
+    }
+
+
+def trained(output: Path, texts: Path, *settings: str) -> dict[str, Any]:
+    """Return the last held-out figures of a training."""
+    clock = time.perf_counter()
+    if cotrain(["train", *settings, f"rollout.folder={texts}", f"output={output}"]):
+        raise RuntimeError(f"the training of {output} has failed")
+    figures = json.loads((output / "held_out.json").read_text())
+    alpha = figures["texts"]["1"]["alpha"]
+    return {"tau": figures["tau"], "alpha": alpha, "seconds": time.perf_counter() - clock}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("python")
+    parser.add_argument("target")
+    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--kinds", default="eagle,block,medusa,independent")
+    asked = parser.parse_args()
+    # both trainings read the same files of texts, though a target without layers has another fingerprint
+    Job.identity = property(lambda _: {"study": asked.target})  # type: ignore[assignment,method-assign]
+    found = dict[str, Any]()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        for kind in asked.kinds.split(","):
+            common = f"""target.path={asked.target} draft={kind} init=scratch measure=false trainer.corpus_steps=0
+            trainer.steps={asked.steps} trainer.validations=2 rollout.texts={asked.texts} rollout.temperatures=[1.0]
+            rollout.new_tokens=96""".split()
+            with vllm(asked.python, asked.target, kind, folder / "states", folder / f"{kind}.log") as url:
+                one = trained(folder / kind, folder / "texts", *common, f"teacher.url={url}")
+                rows = read_rows(folder / "texts" / "train_T1")
+                texts = [[*row["prompt"], *row["completion"]] for row in rows][: asked.texts]
+                states = compared(url, asked.target, kind, texts)
+            two = trained(folder / f"{kind} here", folder / "texts", *common)
+            found[kind] = {"states": states, "server": one, "process": two}
+            print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
+            report = {"environment": environment(), "command": sys.argv, "target": asked.target, "kinds": found}
+            write_atomic(asked.out, json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
