@@ -64,11 +64,11 @@ def _require_vllm(python: str) -> None:
         "import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name.startswith('vllm')))"
     )
     try:
-        found = subprocess.run([python, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"python={python}: it cannot be started: {error}") from error
-    version = found.stdout.strip()
-    if found.returncode or tuple(int(part) for part in version.split(".")[:2]) < (0, 18):
+    version = done.stdout.strip()
+    if done.returncode or tuple(int(part) for part in version.split(".")[:2]) < (0, 18):
         raise UserError(
             f"python={python}: it has {f'vLLM {version}' if version else 'no vLLM'}: install vLLM 0.18 or later"
         )

@@ -140,8 +140,8 @@ class ServerReader:
             try:
                 return client.states(ids)
             except ConnectionError as error:
-                refused = isinstance(error.__cause__, HTTPError) and error.__cause__.code < 500
-                if refused or time.monotonic() > end:
+                rejected = isinstance(error.__cause__, HTTPError) and error.__cause__.code < 500
+                if rejected or time.monotonic() > end:
                     raise UserError(f"teacher.url: {error}; start the same command again to resume") from error
             except ValueError as error:
                 wrong += 1

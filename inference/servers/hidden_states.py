@@ -89,14 +89,14 @@ def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
     try:
         with open(f"{path}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
-            found = load_file(path)
+            stored = load_file(path)
     except (OSError, SafetensorError) as error:
         raise ConnectionError(f"{path} was lost or is damaged: {error}") from error
     finally:
         discard(path)
-    if found["token_ids"].tolist() != ids:
+    if stored["token_ids"].tolist() != ids:
         raise ValueError(f"{path} has the states of another text")
-    states = found["hidden_states"]
+    states = stored["hidden_states"]
     if states.dim() != 3 or states.shape[:2] != (len(ids), layers):
         raise ValueError(f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D)")
     if not bool(states.isfinite().all()):
