@@ -50,7 +50,7 @@ def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterat
             {
                 "target": {"path": target},
                 "draft": draft,
-                "folder": str(folder),
+                "output": str(folder),
                 "port": PORT,
                 "gpus": 0,
                 "python": python,

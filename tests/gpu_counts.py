@@ -190,7 +190,8 @@ class Training:
         job: Any = SimpleNamespace(
             cfg=cfg, folder=place, target=target, loggers=[], signals=Signals(), deadline=Deadline()
         )
-        held = {1.0: held_out(served(target, layers=student.reads)[0], texts.rows([0, 1]), 1.0)}
+        job.halves = job.read, _ = served(target, layers=student.reads)
+        held = {1.0: held_out(job.read, texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, held)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
         own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]

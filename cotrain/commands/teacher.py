@@ -53,7 +53,7 @@ def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
     command += ["--model", model] if cpu else [model]
     command += ["--port", str(cfg.port), "--max-model-len", str(length_of(target.config.get_text_config()))]
     command += ["--dtype=float32", "--enforce-eager"] if cpu else ["--tensor-parallel-size", str(cfg.gpus)]
-    command += hidden_states.vllm_arguments(layers, Path(str(cfg.folder)).absolute(), cpu)
+    command += hidden_states.vllm_arguments(layers, Path(cfg.output).absolute(), cpu)
     on_cpu = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return command, on_cpu if cpu else {}
 

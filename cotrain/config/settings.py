@@ -143,7 +143,7 @@ class TeacherConfig(Settings):
     target: Target = Target()
     draft: AnyDraft = IndependentDraft()
     init: Init = Init(kind="scratch")
-    folder: Store = "outputs/states"
+    output: Output = "outputs/states"
     """Where the server writes states, and the training reads them, under the same path."""
     port: Size = 8000
     gpus: Count = 1

@@ -9,7 +9,9 @@ N texts in all, B texts of a batch, T tokens, S tokens of an encoder input, D wi
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from inference.models.passes import LAST
 
 MANIFEST = "teacher.json"
 SUM = " checksum"  # suffix of an entry's checksum
+READERS = ThreadPoolExecutor(1)  # which read ahead
 Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without one
 
 
@@ -40,6 +43,21 @@ class MemoryCache:
         self.read, self.room = read, limit
         self.records: dict[tuple[int, Width], Record] = {}  # by text key and padded lengths
         self.widths: set[Width] = set()
+        self.early: dict[tuple[tuple[int, Width], ...], Future[Record]] = {}  # reads in other threads
+        self.waited = 0.0  # seconds in which a call waited for such a read
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Begin to read the texts of a later batch in another thread, unless their states are stored. The call with
+        them waits for that read. batch: the arguments of the call by name, as in a training step."""
+        ids, source = batch["ids"], batch.get("source")
+        names = self._names(ids, batch["key"], source)
+        if any(name not in self.records for name in names):
+            self.early[*names] = READERS.submit(self.read, ids, batch.get("position_ids"), source)
+
+    def lines(self) -> list[str]:
+        """Return a line for the user about the time in which training waited for reads in other threads; [] if there
+        were none."""
+        return [f"the training waited {self.waited:.1f} s for the teacher"] if self.waited else []
 
     def fill(
         self,
@@ -99,7 +117,9 @@ class MemoryCache:
         source: Tensor | None = None,
     ) -> Record:
         if any(name not in self.records for name in names):
-            record = self.read(ids, position_ids, source)
+            early, clock = self.early.pop((*names,), None), time.perf_counter()
+            record = early.result() if early else self.read(ids, position_ids, source)
+            self.waited += time.perf_counter() - clock if early else 0.0
             self._store(names, record)
             return record
         return stacked([self.records[name] for name in names], ids.device)

@@ -106,6 +106,23 @@ def ends_step(batch: Batch) -> bool:
     return bool(index + 1 == number)
 
 
+class Ahead:
+    """Iterator over batches that calls `begin` with each batch before the batch before it is learnt."""
+
+    def __init__(self, batches: Iterable[dict[str, Any]], begin: Callable[[dict[str, Any]], None]) -> None:
+        self.batches, self.begin = batches, begin
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        earlier: dict[str, Any] | None = None
+        for batch in self.batches:
+            self.begin(batch)
+            if earlier is not None:
+                yield earlier
+            earlier = batch
+        if earlier is not None:
+            yield earlier
+
+
 class Grouped:
     """Iterator over batches in groups of `number`, one group per step. It adds two entries to each batch: "counts"
     (2,), the counts of its step, and "group", a pair of its index (0-based) and the number of batches in the step."""

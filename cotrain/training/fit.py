@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -36,7 +37,7 @@ from cotrain.training.callbacks import (
     showing,
 )
 from cotrain.training.deadline import LEAST, time_limited
-from cotrain.training.distributed import Grouped
+from cotrain.training.distributed import Ahead, Grouped
 from cotrain.training.interrupts import Checkpoints, Keeper, read_saved
 from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
@@ -140,6 +141,8 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
     if not done:
         _set_budget(job, clock, trainer, module.seconds, measuring)
     texts = _loader(cfg, phase, done, corpus, sampled, trainer)
+    if job.cfg.teacher.urls:
+        texts = Ahead(texts, module.teacher.begin)
     try:
         trainer.fit(module, texts, VALIDATION, ckpt_path=last if done else None)
     except NotFinite as error:
@@ -150,7 +153,7 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
         ) from error
     job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
     if not rank():
-        print(points.line())
+        print(points.line(), *module.teacher.lines(), sep="\n")
     for average in averaged:
         average.show(module)
     if not time_limited(job.cfg) and trainer.global_step % every:  # no validation at the last step
@@ -283,7 +286,7 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
 
 def _loader(
     cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
-) -> DataLoader[Any] | Grouped:
+) -> Iterable[dict[str, Any]]:
     """Return this process's batches of a phase, without the batches of the first `done` steps of the training. corpus,
     sampled: see `assembly.parts`."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step

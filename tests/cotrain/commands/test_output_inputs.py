@@ -59,6 +59,8 @@ WORDS = {
     "dtype",
     "push_to_hub",
     "url",
+    "teacher.url",
+    "python",
     "model",
     "prompt",
     "shapes",
@@ -192,7 +194,7 @@ def test_the_folder_of_another_command_is_refused_and_stays(
         (tmp_path / "out" / "weights").write_text("w")
         run.finish()
     assert json.loads((tmp_path / "out" / MARKER).read_text())["command"] == maker
-    overwrite = [] if command == "rollout" else [["overwrite=true"]]
+    overwrite = [] if command in ("rollout", "teacher") else [["overwrite=true"]]
     for more in ([], *overwrite):
         assert main([command, f"output={tmp_path / 'out'}", *more]) == 1
         said = capsys.readouterr().err

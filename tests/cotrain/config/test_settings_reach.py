@@ -228,6 +228,7 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
 
 FREE = {
     "label",
+    "teacher.url",
     "rollout.temperatures",
     "rollout.folder",
     "trainer.validations",

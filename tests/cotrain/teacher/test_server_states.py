@@ -213,7 +213,7 @@ def test_the_command_names_the_layers_that_the_draft_reads(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And folder, parallelism, and what `cotrain train` needs; on a CPU, vLLM's connector is replaced."""
-    given = ["teacher", f"target.path={folder}", f"folder={tmp_path / 'states'}"]
+    given = ["teacher", f"target.path={folder}", f"output={tmp_path / 'states'}"]
     for settings, layers, connector in (
         (["draft=eagle", "gpus=4"], [1, 3], "ExampleHiddenStatesConnector"),
         (["draft=medusa", "gpus=0"], [3], "HiddenStatesOnCPU"),

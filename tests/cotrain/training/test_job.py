@@ -101,7 +101,7 @@ def test_a_template_writes_the_date_of_the_first_run_with_the_same_texts(
 
 def test_the_vocabulary_of_a_run_excludes_padded_rows() -> None:
     target = network()
-    cfg: Any = SimpleNamespace(draft=SimpleNamespace(kind="independent"))
+    cfg: Any = composed()
     job: Any = Job(cfg, Path(), target, tokenizer())
     assert job.vocabulary == target.config.vocab_size == 1 + max(tokenizer().get_vocab().values())
     few = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 211})
