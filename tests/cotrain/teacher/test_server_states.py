@@ -167,7 +167,7 @@ def test_a_training_from_a_server_ends_like_one_in_the_process(kind: str, folder
     trainer.corpus_steps=0 trainer.batch=2 trainer.validations=1
     rollout.texts=8 rollout.held_out_texts=3 rollout.new_tokens=12 rollout.temperatures=[1.0]""".split()
     target = network(3)
-    reads = student_class(kind)(made(kind, folder), target, VOCABULARY).reads
+    reads = student_class(kind)(made(kind), target, VOCABULARY).reads
     with running(FakeVLLM(target, tmp_path, asked_layers(target, reads))) as fake:
         assert main([*given, f"teacher.url={fake.url}", f"output={tmp_path / 'served'}"]) == 0
     assert main([*given, f"output={tmp_path / 'here'}"]) == 0
@@ -177,7 +177,7 @@ def test_a_training_from_a_server_ends_like_one_in_the_process(kind: str, folder
         torch.testing.assert_close(value.float(), two[name].float(), rtol=0.02, atol=2e-3)
 
 
-def made(kind: str, folder: Path) -> Any:
+def made(kind: str) -> Any:
     cfg = composed(f"draft={kind}", *SMALL[kind].split(), "init=scratch")
     return student_class(kind).initial(cfg.draft, cfg.init, network(3))
 
