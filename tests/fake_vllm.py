@@ -3,6 +3,7 @@
 import fcntl
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,6 +28,9 @@ class FakeVLLM:
         self.faults: list[str | None] = []
         self.asked: list[list[int]] = []
         self.numbers, self.lock, self.url = count(), threading.Lock(), ""
+        self.rounds = self.accepted = 0  # of a draft, two drafts a round; a server without one shows none
+        self.drafts = False
+        self.pause = 0.0  # seconds for each new token
         self.folder.mkdir(parents=True)
 
     @torch.no_grad()
@@ -39,6 +43,8 @@ class FakeVLLM:
             new = list[int]()
             for _ in range(request["max_tokens"]):
                 new.append(int(self.model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+                time.sleep(self.pause)
+            self.rounds, self.accepted = self.rounds + len(new) // 2, self.accepted + len(new) - len(new) // 2
             last = layers_of(self.model.config)
             normed: list[torch.Tensor] = []
             hook = self.model.base_model.norm.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0][0]))
@@ -78,14 +84,25 @@ def running(fake: FakeVLLM) -> Iterator[FakeVLLM]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
+            if self.path == "/v1/models":
+                self._send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
+                return
+            counted = {
+                "num_drafts": fake.rounds,
+                "num_draft_tokens": 2 * fake.rounds,
+                "num_accepted_tokens": fake.accepted,
+            }
+            page = "".join(f"vllm:spec_decode_{name}_total {value}\n" for name, value in counted.items() if fake.drafts)
+            self._write(200, page.encode())
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self._send(*fake.answer(request))
 
         def _send(self, status: int, body: dict[str, Any]) -> None:
-            data = json.dumps(body).encode()
+            self._write(status, json.dumps(body).encode())
+
+        def _write(self, status: int, data: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cotrain.bench import measurement
+from cotrain.bench import measurement, servers
 from cotrain.bench.measurement import recorded
 from cotrain.commands.served_pair import (
     Pair,
@@ -18,16 +18,17 @@ from cotrain.commands.served_pair import (
     room_of,
     shape,
 )
-from cotrain.config.settings import BenchConfig
+from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, strict
-from cotrain.errors import UserError
+from cotrain.errors import UserError, user_errors
 from cotrain.page.html_page import written
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
-from cotrain.training.preconditions import fits, refuse_rounded, timed, timed_by
+from cotrain.training.preconditions import fits, refuse_rounded, server, timed, timed_by
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Metadata
+from inference.measure.environment import environment
 from inference.models.quantisation import refuse_quantisation
 from inference.report import replay
 from inference.report.table import headline, table
@@ -88,10 +89,50 @@ def run(cfg: BenchConfig, further: Further | None = None) -> None:
             "draft.path=null: set draft.path= to a draft folder, for example draft.path=outputs/train/draft"
         )
     settle(cfg.threads, cfg.bench.seed)
+    if cfg.url or cfg.url_draft:
+        with answering(cfg.as_json) as answer:
+            report, lines = _servers(cfg, cfg.draft.path)
+            answer(report, "\n".join(lines))
+        return
     with answering(cfg.as_json) as answer:
         report = _measured(cfg, cfg.draft.path, further)
         page = written(Path(cfg.output))
         answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")
+
+
+def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[str]]:
+    """Measure the servers url= and url_draft= on the prompts of the draft folder, and write report.json. Return the
+    report, and lines for the user."""
+    if not (cfg.url and cfg.url_draft):
+        raise UserError("url=, url_draft=: set both, to a server of the target without a draft and one with the draft")
+    size, open_tokens = cfg.bench, not cfg.bench.prompt_tokens
+    refuse_folder(cfg.output, cfg.overwrite)
+    pair = refuse_pair(draft_path, resolved(cfg), cfg.target.trust_remote_code)
+    regime = sampling(cfg.regime)
+    plain, drafted = server("url", cfg.url, regime), server("url_draft", cfg.url_draft, regime)
+    room = room_of(pair) - timed(size) if open_tokens else None
+    given = prompts(cfg.data, size, pair.target, pair.tokenizer, room, Path(draft_path))
+    with claim(cfg.output, cfg.overwrite, command="bench") as folder, user_errors():
+        cells = servers.measured(
+            plain,
+            drafted,
+            given.final[: size.prompts],
+            regime,
+            size.new_tokens,
+            cfg.concurrent,
+            servers.trained_for(Path(draft_path).parent),
+            size.seed,
+        )
+        report = {
+            "environment": environment(),
+            "url": cfg.url,
+            "url_draft": cfg.url_draft,
+            "draft": draft_path,
+            "cells": [cell.report() for cell in cells],
+        }
+        _write(folder.path, report)
+        folder.finish()
+    return report, [cell.line() for cell in cells]
 
 
 def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dict[str, Any]:

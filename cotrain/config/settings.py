@@ -184,6 +184,12 @@ class BenchConfig(DraftFolderConfig):
     bench: FolderBench = FolderBench(prompt_tokens=0, depths=[], draft_dtype="as_trained", draft_int8=None)
     verify: Verify | None = None
     """null: the rule stored in the draft folder."""
+    url: Text = None
+    """A server of the target without a draft; with url_draft=, these servers are measured instead of this engine."""
+    url_draft: Text = None
+    """A server of the target with the draft of draft.path=."""
+    concurrent: Some = [1, 8, 32]
+    """Numbers of concurrent requests to the servers."""
     output: Output = "outputs/bench"
 
 

@@ -60,6 +60,7 @@ WORDS = {
     "push_to_hub",
     "url",
     "teacher.url",
+    "url_draft",
     "python",
     "model",
     "prompt",

@@ -1,0 +1,71 @@
+"""Two running servers are timed in turn, at several numbers of concurrent requests."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cotrain.bench.servers import measured, trained_for
+from cotrain.cli import main
+from cotrain.evaluation.comparison import FIGURES
+from cotrain.run_folder import MARKER
+from inference import Sampling
+from inference.servers import openai_client
+from inference.servers.openai_client import Client
+from tests.draft_folders import draft_folder
+from tests.fake_vllm import FakeVLLM, running
+from tests.folders import network, target_folder
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FakeVLLM, FakeVLLM]]:
+    """A plain server, and one that takes a third of its time and shows counters."""
+    stable = openai_client.stable_counters
+    monkeypatch.setattr("cotrain.bench.servers.stable_counters", lambda client: stable(client, 0.0))
+    plain, drafted = (FakeVLLM(network(1), tmp_path / name, [1]) for name in ("plain", "drafted"))
+    plain.pause, drafted.pause, drafted.drafts = 0.03, 0.01, True
+    with running(plain), running(drafted):
+        yield plain, drafted
+
+
+def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
+    plain, drafted = pair
+    cells = measured(Client(plain.url), Client(drafted.url), PROMPTS, Sampling(), 4, [1, 2], (2.5, 3))
+    assert [cell.concurrent for cell in cells] == [1, 2]
+    for cell in cells:
+        assert 1.2 < cell.speedup.low <= cell.speedup.value < 3.5
+        assert cell.tau == 2 and cell.tokens == 16 and cell.plain < cell.drafted
+    assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2  # each begins with a batch unrecorded
+    assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=3" in cells[0].line()
+
+
+def test_without_counters_there_is_no_tau(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
+    plain, _ = pair
+    (cell,) = measured(Client(plain.url), Client(plain.url), PROMPTS[:2], Sampling(), 2, [2], None)
+    assert cell.tau is None and "no counters" in cell.line() and cell.line().endswith("counters")
+
+
+def test_the_command_measures_on_prompts_of_the_draft(
+    pair: tuple[FakeVLLM, FakeVLLM], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, drafted = pair
+    target = target_folder(tmp_path / "target", layers=1)
+    folder = draft_folder(tmp_path / "run" / "draft", target, "independent")
+    given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=3"]
+    given += ["bench.prompt_tokens=4", "bench.new_tokens=2", "concurrent=[2]"]
+    assert main([*given, f"url={plain.url}"]) == 1
+    assert "url=, url_draft=: set both" in capsys.readouterr().err
+    assert main([*given, f"url={plain.url}", f"url_draft={drafted.url}"]) == 0
+    assert "2 at once: " in capsys.readouterr().out
+    (cell,) = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
+    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] is None and cell["tokens"] == 6
+
+
+def test_what_held_out_texts_foretold_is_read_from_the_run(tmp_path: Path) -> None:
+    assert trained_for(tmp_path) is None
+    (tmp_path / FIGURES).write_text('{"tau": 2.25}')
+    (tmp_path / MARKER).write_text('{"settings": {"policy": {"k": 4}}}')
+    assert trained_for(tmp_path) == (2.25, 4)
