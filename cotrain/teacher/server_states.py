@@ -22,7 +22,7 @@ from transformers import AutoConfig, PreTrainedModel
 from cotrain.errors import UserError
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
-from cotrain.teacher.target_model import Head, Record
+from cotrain.teacher.target_model import Head, Reader, Record
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, layers_of, widened
 from inference.servers.hidden_states import StatesClient
@@ -180,11 +180,12 @@ def served_elsewhere(
 
 
 @torch.no_grad()
-def agreement(reader: ServerReader, head: Head, texts: Sequence[list[int]]) -> str:
+def agreement(reader: Reader, head: Head, texts: Sequence[list[int]]) -> str:
     """Return a line that compares, for the ids of some texts, the log-probabilities by the servers' states and the head
     here with those that a server itself computes."""
+    assert isinstance(reader, ServerReader)
     client, gaps, masses = reader.clients[0], list[Tensor](), list[Tensor]()
-    for ids in texts[:COMPARED]:
+    for ids in texts:
         own = client.prompt_logprobs(ids).double()
         states = reader(torch.tensor([ids]))[LAST]
         here = head(states[0, :-1]).double().log_softmax(-1)

@@ -13,9 +13,11 @@ from cotrain.data.texts import Texts, joined_texts, none, shared_texts
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
+from cotrain.ranks import rank
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
 from cotrain.students.base import Student, student_class
+from cotrain.teacher.server_states import COMPARED, ServerReader, agreement
 from cotrain.teacher.target_model import Head
 from cotrain.training import optim
 from cotrain.training.job import Job, reads_given
@@ -104,6 +106,10 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
     if this target sampled them."""
     cfg = job.cfg
     texts = {t: held_out(job.read, job.texts("held_out", t), t, truncation(cfg.regime)) for t in judged(cfg)}
+    if isinstance(job.halves[0], ServerReader) and not rank():
+        some = texts[cfg.regime.temperature].texts
+        rows = zip(some.ids[:COMPARED].tolist(), some.length.tolist(), strict=False)
+        print(agreement(*job.halves, [ids[:end] for ids, end in rows]))
     for held in () if cfg.data.on_target else texts.values():  # `foreign` checks the user's texts
         warn_of_other_target(held, job.halves[1], job.target.device, cfg.rollout.url)
     return texts

@@ -38,7 +38,8 @@ def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[Fake
     for cell in cells:
         assert 1.2 < cell.speedup.low <= cell.speedup.value < 3.5
         assert cell.tau == 2 and cell.tokens == 16 and cell.plain < cell.drafted
-    assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2  # each begins with a batch unrecorded
+    # each number begins with a batch that is not recorded
+    assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2
     assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=3" in cells[0].line()
 
 
