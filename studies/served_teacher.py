@@ -149,7 +149,8 @@ def main() -> None:
                 rows = read_rows(folder / "texts" / "train_T1")
                 texts = [[*row["prompt"], *row["completion"]] for row in rows][: asked.texts]
                 states = compared(url, asked.target, kind, texts)
-            two = trained(folder / f"{kind} here", folder / "texts", *common)
+                # the stored texts are those of this server; nothing is sampled
+                two = trained(folder / f"{kind} here", folder / "texts", *common, f"rollout.url={url}")
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
             report = {"environment": environment(), "command": sys.argv, "target": asked.target, "kinds": found}

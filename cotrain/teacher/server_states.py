@@ -29,6 +29,7 @@ from inference.servers.hidden_states import StatesClient
 
 PATIENCE = 600.0  # seconds in which some server must answer
 PAUSE = 1.0  # seconds before a server that failed is asked again
+REJECTED = (400, 401, 403, 404, 413, 422)  # answers that asking again does not change
 TRIES = 3  # of a text whose states came back wrong
 COMPARED = 8  # texts that are compared with the server's own log-probabilities
 
@@ -140,7 +141,7 @@ class ServerReader:
             try:
                 return client.states(ids)
             except ConnectionError as error:
-                rejected = isinstance(error.__cause__, HTTPError) and error.__cause__.code < 500
+                rejected = isinstance(error.__cause__, HTTPError) and error.__cause__.code in REJECTED
                 if rejected or time.monotonic() > end:
                     raise UserError(f"teacher.url: {error}; start the same command again to resume") from error
             except ValueError as error:

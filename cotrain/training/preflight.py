@@ -13,9 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.settings import TrainConfig, from_target, judged, learnt
 from cotrain.data.prompt_rows import PromptRows
@@ -25,6 +26,7 @@ from cotrain.losses.chunked import chunk_positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
+from cotrain.teacher.server_states import asked_layers
 from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
 from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
@@ -94,7 +96,7 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x at most {_longest(cfg, known)} "
         "tokens",
-        *_lines(durations(cfg, known)),
+        *(_from_servers(cfg, known) if cfg.teacher.urls else _lines(durations(cfg, known))),
     ]
     if need.memory > memory:
         raise UserError(
@@ -104,6 +106,25 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, *_prompts(cfg, known)]
+
+
+def _ends(target: PreTrainedModel) -> list[Any]:
+    """Return the embeddings and the head of a target; they may share their weight."""
+    return [target.get_input_embeddings(), target.get_output_embeddings()]
+
+
+def _from_servers(cfg: TrainConfig, known: RunOutline) -> list[str]:
+    """Return lines about the states that servers send: bytes of a token and of all texts. Times are not estimated,
+    since the servers' speed is not known."""
+    config, texts = known.target.config.get_text_config(), cfg.rollout.texts + cfg.rollout.held_out_texts
+    reads = student_class(cfg.draft.kind)(known.draft, known.target, ids_of(known.tokenizer)).reads
+    each = len(asked_layers(known.target, reads)) * config.hidden_size * half(device()).itemsize
+    total = each * texts * _texts(cfg, known)[0]
+    return [
+        f"teacher       states of {each / 2**10:.0f} KiB a token in 16 bits, at most {total / GIB:.2f} GiB for {texts} "
+        "texts of a domain",
+        "duration      not estimated: it is that of the servers, which sample and read",
+    ]
 
 
 def _lines(estimated: Durations) -> list[str]:
@@ -149,6 +170,9 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
     weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
+    if cfg.teacher.urls:  # the layers, and what samples, are elsewhere
+        parts = {id(part.weight): part.weight for part in _ends(known.target)}.values()
+        weights, sampling = float(sum(part.numel() for part in parts)) * half(device()).itemsize, 0.0
     if student_class(cfg.draft.kind).rounds_target:  # the draft is a copy of the target in fewer bits
         sampling += big * WEIGHT_BYTES[bits_of(cfg.draft)]
     needs = [trained + activations + distributions, sampling, 2 * weights * (cfg.mode == "joint")]

@@ -20,10 +20,12 @@ from cotrain.students.base import student_class
 from cotrain.teacher import server_states
 from cotrain.teacher.server_states import agreement, asked_layers, final_norm, load_ends, served_elsewhere
 from cotrain.teacher.target_model import served
+from cotrain.training.preconditions import RunOutline
+from cotrain.training.preflight import estimate_need
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of
 from tests.fake_vllm import FakeVLLM, running
-from tests.folders import VOCABULARY, network, target_folder
+from tests.folders import VOCABULARY, network, target_folder, tokenizer
 from tests.inference import test_families as families
 from tests.settings import composed
 
@@ -239,3 +241,25 @@ def test_what_cannot_serve_is_refused(
 ) -> None:
     assert main(["teacher", f"target.path={folder}", settings]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_a_check_counts_what_is_here_and_what_comes_from_servers(
+    folder: Path, tmp_path: Path, server: FakeVLLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A target that does not fit into memory does not stop the run, and is not timed."""
+    given = f"""train target.path={folder} draft=medusa init=scratch measure=false check=true teacher.url={server.url}
+    rollout.texts=8 rollout.new_tokens=16 output={tmp_path / "run"}""".split()
+    assert main(given) == 0
+    said = capsys.readouterr().out
+    assert "states of 0 KiB a token" in said and "duration      not estimated" in said  # 64 numbers of 16 bits
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+def test_the_memory_of_a_run_leaves_out_the_layers(kind: str, folder: Path) -> None:
+    cfg = composed(f"draft={kind}", "init=scratch", "draft.intermediate=64" if kind == "eagle" else "draft.depths=2")
+    target = network(40)
+    known = RunOutline(target, tokenizer(), made(kind))
+    whole = estimate_need(cfg, known).memory
+    cfg.teacher.url = "http://a"
+    layers = sum(weight.numel() for weight in target.model.layers.parameters())
+    assert whole - estimate_need(cfg, known).memory > 4 * layers
