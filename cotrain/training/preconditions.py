@@ -321,7 +321,7 @@ def _teacher(cfg: TrainConfig) -> None:
         f"mode={cfg.mode}": cfg.mode != "distil",
         f"quantisation={cfg.quantisation.kind}": cfg.quantisation.kind != "none",
         "target.adapter": bool(cfg.target.adapter),
-        "init=target_layers": cfg.init.kind == "target_layers",
+        "init=target_layers": cfg.init.kind == "target_layers" and not cfg.draft.one_start,
         "measure=true": cfg.measure,
         "rollout.rounds": cfg.rollout.rounds > 1,
     }
