@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -153,7 +152,7 @@ def main() -> None:
                 two = trained(folder / f"{kind} here", folder / "texts", *common, f"rollout.url={url}")
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
-            report = {"environment": environment(), "command": sys.argv, "target": asked.target, "kinds": found}
+            report = {"environment": environment(), "target": asked.target, "kinds": found}
             write_atomic(asked.out, json.dumps(report, indent=1) + "\n")
 
 

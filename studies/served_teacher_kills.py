@@ -114,7 +114,7 @@ def main() -> None:
         rollout.new_tokens=64 rollout.folder={folder / "texts"} teacher.url=http://127.0.0.1:{PORT}""".split()
         while not server.answers():
             time.sleep(1)
-        report: dict[str, Any] = {"environment": environment(), "command": sys.argv, "steps": asked.steps}
+        report: dict[str, Any] = {"environment": environment(), "steps": asked.steps}
         for name, kills in (("undisturbed", 0), ("killed", asked.kills)):
             clock = time.monotonic()
             done = trained([sys.executable, *train, f"output={folder / name}"], server, kills, random.Random(0))
