@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cotrain.cli import main as cotrain
 from cotrain.commands.teacher import serving
@@ -125,6 +127,41 @@ def trained(output: Path, texts: Path, *settings: str) -> dict[str, Any]:
     return {"tau": figures["tau"], "alpha": alpha, "seconds": time.perf_counter() - clock}
 
 
+MEMORY = """
+import sys
+from pathlib import Path
+from cotrain.teacher.server_states import load_ends
+import cotrain.training.run
+
+def resident():
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0]) / 2**10
+
+before = resident()
+model = load_ends(sys.argv[1], "bfloat16")
+[float(part.sum()) for part in model.parameters()]
+print(sum(part.numel() * part.element_size() for part in model.parameters()) / 2**20, resident() - before)
+"""
+
+
+def memory(folder: Path) -> dict[str, float]:
+    """Return sizes in MiB: of a random target, of its embeddings, norm and head, and the memory that a process takes
+    for them beyond what it had."""
+    config = LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=20,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    whole = sum(part.numel() * part.element_size() for part in model.parameters()) / 2**20
+    model.save_pretrained(folder, max_shard_size="500MB")
+    done = subprocess.run([sys.executable, "-c", MEMORY, str(folder)], capture_output=True, text=True, check=True)
+    parts, taken = map(float, done.stdout.split())
+    return {"target": whole, "parts": parts, "taken": taken}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -152,8 +189,9 @@ def main() -> None:
                 two = trained(folder / f"{kind} here", folder / "texts", *common, f"rollout.url={url}")
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
-            report = {"environment": environment(), "target": asked.target, "kinds": found}
+            report: dict[str, Any] = {"environment": environment(), "target": asked.target, "kinds": found}
             write_atomic(asked.out, json.dumps(report, indent=1) + "\n")
+        write_atomic(asked.out, json.dumps(report | {"memory": memory(folder / "large")}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
