@@ -128,8 +128,8 @@ def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
 
 
 def sentences(text: str) -> Iterator[SequencePair]:
-    """Yield one pair of the task `sentence` for each record. text: a document from `corpora.records`, which consists of
-    JSON objects separated by line ends."""
+    """Yield one pair of the task `sentence` for each record in a document. text: the document, from `corpora.records`;
+    it consists of JSON objects separated by line ends."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         record, end = decoder.raw_decode(text, at)
@@ -139,7 +139,8 @@ def sentences(text: str) -> Iterator[SequencePair]:
 
 
 def sentence(record: dict[str, Any], rng: random.Random) -> str:
-    """Return an English sentence with the content of a record from `corpora.records`. rng chooses the phrasing."""
+    """Return an English sentence with the content of a record. record: one JSON object of a document from
+    `corpora.records`. rng chooses the phrasing."""
     if "order" in record:
         return _order(record, rng)
     if "sensor" in record:

@@ -16,9 +16,9 @@ ANY = -1  # the depth of a guess that holds at every depth
 
 
 def draftable(mask: Tensor, depth: int) -> Tensor:
-    """Return (B, T) bool: where `mask` is True and a round can draft at this depth (0-based). mask (B, T) bool: the
-    tokens of completions. The round begins `depth` positions earlier, which must be in the completion too, since no
-    round begins in a prompt."""
+    """Return (B, T) bool: the positions at which a round can make a guess at this depth (0-based). mask (B, T) bool:
+    True at positions that predict tokens of completions. A guess at position t belongs to a round that begins at t -
+    depth, and `mask` must be True there too, since no round begins in a prompt."""
     return mask if depth < 1 else mask & pad(mask, (depth, 0))[:, :-depth]
 
 
@@ -29,7 +29,7 @@ def numbers(mask: Tensor) -> Tensor:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return `values` on a device, copied without waiting."""
+    """Return a copy of `values` on the device, made without waiting for the device."""
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)

@@ -74,14 +74,14 @@ def joined(*parts: object) -> Markup:
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """Return a number with a reference to its source, or a dash if its value is None. spec: Python's format
+    """Return a number as text that refers to its source, or a dash if its value is None. spec: Python's format
     specification."""
     return Markup(_PARTS.number(value, spec))
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
     """Return text such as `2.05x [1.70, 2.40]`. ends: value, low and high. If low and high are not known, the text has
-    only the value."""
+    only the value. spec: Python's format specification. unit: the text after the value."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
@@ -206,8 +206,9 @@ def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup | None:
 
 
 def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
-    """Return the parts of each run: first its charts in one grid, then its texts. If there are several runs, each has
-    its name above. Return None if no run has any of the parts."""
+    """Return the parts of each run: first its charts in one grid, then its texts. parts: functions from a run to a
+    chart, a text or None. If there are several runs, each has its name above. Return None if no run has any of the
+    parts."""
     bodies = []
     for run in runs:
         content = [part(run) for part in parts]

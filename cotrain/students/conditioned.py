@@ -48,8 +48,8 @@ class ConditionedStudent(IndependentStudent):
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale of the states, for temperatures (B,) of texts: (B, 1, D), or for temperatures (B, T) of
-        tokens: (B, T, D)."""
+        """Return the factor of the states at each temperature: (B, 1, D) for temperatures (B,) of texts, (B, T, D) for
+        temperatures (B, T) of tokens."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

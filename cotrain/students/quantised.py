@@ -41,7 +41,8 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has settings but no weights. Raises the errors of `bits_of`."""
+        """Return a network that has settings but no weights, since the target's are used. Raises ValueError if
+        draft.bits is null, or if this quantisation is not available here."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -79,8 +80,8 @@ QUANTISATIONS = ("none", "int8", "nf4")
 
 
 def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """Return a weight (out, in), in its own dtype, with its values rounded to a quantisation ("none", "int8" or "nf4"),
-    see `round_bits`. Raises ValueError for any other quantisation."""
+    """Return a weight (out, in) with its values rounded to a quantisation, "none", "int8" or "nf4", in its own dtype.
+    Raises ValueError for any other quantisation."""
     if quantisation == "none":
         return weight
     if quantisation in BITS:
@@ -90,11 +91,9 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 @torch.no_grad()
 def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """Return a copy of a draft whose projections are rounded as when served. With int8 its head is rounded too.
-
-    With nf4 bitsandbytes does not round the head. Embeddings are never rounded, even if they share their weights with
-    the head.
-    """
+    """Return a copy of a draft whose projections are rounded as when served. quantisation: "none", "int8" or "nf4".
+    With int8 the head is rounded too; with nf4 it is not, since bitsandbytes leaves it unchanged. Embeddings are never
+    rounded, even if they share their weights with the head."""
     network = copy.deepcopy(draft)
     for weight in draft_projections(network).values():
         weight.copy_(quantised(weight, quantisation))
@@ -127,7 +126,7 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     if others:
         raise ValueError(
             f"{key}: {type(draft).__name__} has {len(others)} matrices that are not in an nn.Linear "
-            f"({others[0]}) and cannot be rounded here: leave {key} at none"
+            f"({others[0]}) and cannot be rounded here: set {key}=none"
         )
 
 
@@ -142,8 +141,8 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft in draft.path=. Raises ValueError if its kind is not independent, and the errors of
-        `bits_of` and `causal_lm`."""
+        """Return the small draft in draft.path=. Raises ValueError, which names the key to change, if its kind is not
+        independent, if draft.bits is null or not available here, and for a model that cannot draft for this target."""
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError(
@@ -181,4 +180,7 @@ def _refuse_kind(path: str) -> None:
         network = kind_of(kind).network_class
         no_heads = network is None or network is CausalLM or issubclass(network, SettingsNetwork)
         why = "" if no_heads else ", which drafts from the target's hidden states"
-        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead")
+        raise ValueError(
+            f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead: name the "
+            "folder of such a draft"
+        )

@@ -23,10 +23,10 @@ class Deadline:
 
     minutes: of the whole run; None: no limit.
     start: when the run began, a value of time.monotonic().
-    left: the minutes that remain for training, see `training`; saved in checkpoints.
+    left: the minutes for training, as the method `training` computed them; saved in checkpoints.
 
-    Arguments of its methods: judging, measuring: the seconds that a validation takes to evaluate the held-out texts,
-    and to measure the checkpoint.
+    Arguments of its methods, from the first validation: judging: the seconds to evaluate the held-out texts. measuring:
+    the seconds to measure the checkpoint.
     """
 
     minutes: float | None = None
@@ -34,7 +34,7 @@ class Deadline:
     left: float = inf
 
     def seconds(self, share: float) -> float | None:
-        """Return the seconds in a share, in [0, 1], of the run; None without a limit."""
+        """Return the seconds that are a share of the run's time limit; None without a limit. share: in [0, 1]."""
         return 60 * self.minutes * share if self.minutes else None
 
     def sampling(self, cfg: TrainConfig) -> dict[str, float]:

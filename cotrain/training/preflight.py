@@ -43,7 +43,7 @@ COUNTED = 32  # rows of the passes that are not timed: those for the taus of the
 
 @dataclass(frozen=True)
 class Need:
-    """The needs of a run. target, draft: parameters. memory, disk: bytes."""
+    """The needs of a run. target, draft: numbers of parameters. memory, disk: bytes."""
 
     target: int
     draft: int
@@ -73,11 +73,13 @@ class MachineSpeed:
     bandwidth: float
 
     def work(self, parameters: float, tokens: float) -> float:
-        """Return the seconds of passes over `tokens` tokens in all, many in each pass."""
+        """Return the seconds of passes with many tokens each, limited by matrix products. parameters: active ones of
+        the model. tokens: in all passes together."""
         return 2.0 * parameters * tokens / (self.flops * REACHED)
 
     def step(self, parameters: float, rows: int, bytes_each: float) -> float:
-        """Return the seconds of a pass over one token per row. bytes_each: bytes per parameter."""
+        """Return the seconds of one pass over one token per row. parameters: active ones of the model. rows: the batch
+        size. bytes_each: bytes per parameter."""
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
@@ -162,7 +164,8 @@ def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
 
 
 def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
-    """Return the most tokens of a text that the target samples, and of a user's text in corpus steps."""
+    """Return two lengths in tokens: the longest text that the target samples, and the longest text of the user: a
+    prompt with its completion, or a packed block."""
     sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
     given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
     return sampled, given
@@ -239,8 +242,8 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
-    """Return the seconds of all training steps. big, small: active parameters of target and draft. In a joint step both
-    targets read the texts, and gradients pass through the moved one."""
+    """Return the seconds of all training steps. machine: this machine's speed. big, small: active parameters of target
+    and draft. In a joint step both targets read the texts, and gradients pass through the moved one."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
     sampled, given = _texts(cfg, known)
     alone = 0.0

@@ -33,7 +33,7 @@ from inference.report import replay
 
 def keep_figures(job: Job, steps: int, figures: dict[str, Any]) -> None:
     """Write the file that `cotrain compare` reads. steps: the last step, which is below trainer.steps if patience or a
-    time limit ended the training. figures: tau, and the figures of each held-out text."""
+    time limit ended the training. figures: tau, and the figures of each held-out text, as entries of the file."""
     cfg = job.cfg
     label = cfg.label or (loss_name(cfg.loss) if cfg.draft.trained else cfg.draft.kind)
     figures = {"label": label, "seed": cfg.trainer.seed, "steps": steps, **figures, "environment": environment()}
@@ -49,8 +49,8 @@ def export(
 ) -> dict[str, Any]:
     """Measure the module's draft, write its draft folder, and return its report.
 
-    steps: the last step of the training. speed: the checkpoints. others: texts of the user that the target did not
-    sample, and their provenance, from `foreign`; None if there are none.
+    steps: the last step of the training. speed: the measured checkpoints, whose figures the report includes. others:
+    texts of the user that the target did not sample, and the evidence for this, from `foreign`; None if there are none.
     """
     profiles, origin, given = module.profiles(), training(job, module, steps), None
     print("\n".join(profile.profile_line(t, one) for t, one in profiles.items()))

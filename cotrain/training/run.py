@@ -48,13 +48,14 @@ def train(
     weights of the last step are exported, and in all processes except the first.
 
     cfg: settings that `preconditions.require` has accepted.
+    deadline: the run's time limit.
     sources: split -> the user's texts, if they have been read.
 
-    The other arguments are for the stages of `joint`: texts: a function (target, tokenizer) -> training texts, if
-    another target sampled them.
-    prompts: the rows of data.path=, if another target sampled them for data=self.
+    The other arguments are for the stages of a joint training:
+    texts: a function (target, tokenizer) -> training texts, if another target sampled them; None otherwise.
+    prompts: the rows of data.path=, if another target sampled them for data=self; None otherwise.
     build: returns the module that trains the student; called like `trained_by`.
-    write: writes the results; called like `finish`, which is the default.
+    write: writes the results and returns the report; called like `finish`, the default.
 
     Raises Interrupted when a signal ends the run; the same command resumes it.
     """
@@ -102,8 +103,9 @@ def finish(
 ) -> dict[str, Any]:
     """Write the figures of the last step, and the draft folder. Return the report, or {} if `speed` is None.
 
-    steps: the last step. speed: the checkpoints, of which the best is measured and exported; None: the weights of the
-    last step are exported without a measurement. given: texts of the user, from `foreign`.
+    steps: the last step. speed: the checkpoints; the one with the highest tau is measured and exported. None: the
+    weights of the last step are exported without a measurement. given: texts of the user that the target did not
+    sample, from `foreign`; None if there are none.
     """
     tau, report = ranking_tau(job, module), dict[str, Any]()
     texts = comparison.per_text(module.scores(), module.held_out)
@@ -160,8 +162,8 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Return a function that returns tau by the module's latest scores, for the draft length and the rule in the
-    settings."""
+    """Return a function that returns tau by the module's latest scores on the held-out texts, at the draft length, way
+    of drafting and verification rule of the settings."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
