@@ -68,11 +68,14 @@ def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Te
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, in the
-    shape of r. All arguments are as in `calls`: r (B, T) or (B, T, K), the acceptance of each token; k, the draft
-    length; lengths (B,), the tokens in each text (None: T).
+    shape of r.
+
+    r: the acceptance of each token. Shape (B, T), or (B, T, K) if it depends on the depth: entry (t, j) is token t as
+    draft j (0-based) of the round that starts at t - j. k: draft length, at most K: an int, (B,), or (B, T) for the
+    round that starts at t. lengths (B,): tokens in each text; None: T.
 
     With these weights at each position, the loss `tv` has the gradient of `calls` with alpha in place of the sampled
-    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative.
+    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative. Raises ValueError as `calls` does.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()

@@ -94,10 +94,10 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
 
 
 def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder that the setting `key` names has files that this command did not write.
+    """Raise UserError if the folder `path` has files that this command did not write, so that they would be lost.
 
     name: a file that every folder of this command has, and which contains `text`. written: patterns for the names of
-    its other files.
+    the command's other files. key: the setting that names the folder, for the message.
     """
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):

@@ -76,8 +76,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. Each new token is marked as
-    drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
+    """Return a text in Markdown for TensorBoard: the first ranking prompt, continued at draft length k. Each new token
+    is marked as drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -293,8 +293,8 @@ def measure_greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode a few final prompts, and return the record of their rounds for the page (see `inference.report.replay`).
-    extra: the report's `extra`, which has the draft length or the tree."""
+    """Decode a few final prompts, and return the record of their rounds, from which the page replays the generation.
+    extra: the entry `extra` of the report, which has the draft length or the tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

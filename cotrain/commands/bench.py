@@ -97,7 +97,8 @@ def run(cfg: BenchConfig, further: Further | None = None) -> None:
 
 def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dict[str, Any]:
     """Measure the draft, write report.json and the replay, and return the report. draft_path: the draft folder.
-    further: see `run`."""
+    further: a function from the plan without a tree and the output folder to more entries of the report's `extra`; None
+    for none."""
     typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
     path = resolved(cfg)
     draft_folder = measurable_folder(draft_path)

@@ -155,7 +155,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
     """Return a copy of `cfg` for the draft folder `path`. Settings that are not set get the values stored in the
-    folder. Raises the errors of `resolved`."""
+    folder. Raises UserError if the folder is invalid, or if no target is named."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)

@@ -197,8 +197,8 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def flag(name: str, command: str) -> str:
-    """Return the error message for a flag that no command has, such as --learning_rate. The message names the setting
-    that the user probably meant."""
+    """Return the error message for a flag that no command has. It names the setting that the user probably meant. name:
+    the flag, such as --learning_rate. command: the command's name."""
     key = name.lstrip("-").replace("-", "_")
     keys = keys_of(command)
     if key not in keys:

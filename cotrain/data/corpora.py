@@ -301,8 +301,9 @@ def shipped_ids(
 def shipped_domains(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> dict[tuple[int, ...], str]:
-    """Return the domain of each prompt that `shipped_ids` returns for the same arguments, keyed by the prompt's token
-    ids. tokens: prompts are cut to this many tokens. encoder: whether the target has an encoder."""
+    """Return the domain of each shipped prompt, keyed by the prompt's token ids. tokens: prompts are cut to this many
+    tokens. encoder: whether the target has an encoder; the prompts are then the shipped inputs for encoders, which are
+    not cut."""
     return dict(_shipped_prompts(tokenizer, tokens, encoder))
 
 

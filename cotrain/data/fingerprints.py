@@ -47,8 +47,8 @@ def settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return three hashes: of the vocabulary with its special ids, of the chat template (None without one), and of the
-    token ids of `PROBE`."""
+    """Return three hashes that identify a tokenizer: of the vocabulary with its special ids, of the chat template (None
+    without one), and of the token ids of `PROBE`."""
     return {
         "vocabulary": hash_tokenizer(tokenizer),
         "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,

@@ -139,8 +139,8 @@ class TextStarts:
         return len(self.starts)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Return "": no text is left out, since long ones are cut. The arguments are those of `PromptRows.left_out`,
-        and have no effect."""
+        """Return "": no text is left out, since long ones are cut. No argument has an effect; `PromptRows` has the same
+        method."""
         return ""
 
     def covered(self, tokens: int) -> bool:

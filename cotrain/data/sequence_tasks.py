@@ -61,8 +61,8 @@ class SequencePair:
 def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Return rows (source, output, domain) of a split, with distinct sources. The domain is the task.
 
-    max_bytes: how many bytes of documents to read, for the corpora "code" and "records"; other corpora have no tasks.
-    split: "train" or "held_out". Raises the errors of `embedded`, and ValueError if there is no pair.
+    max_bytes: how many bytes of documents to read, keyed by corpus: "code" and "records"; other corpora have no tasks.
+    split: "train" or "held_out". Raises ValueError for any other split or corpus, and if there is no pair.
     """
     held_out = set()
     if split == "train":

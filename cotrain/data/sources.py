@@ -336,8 +336,12 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 
 
 def source_of(data: Data, split: str, template: Template, encoder: bool = False) -> Source:
-    """Return the prompts of one split, `sources_of` for this split alone: rows that are whole prompts, or texts that
-    begin with a prompt. The arguments and errors are those of `sources_of`."""
+    """Return the prompts of one split: rows that are whole prompts, or texts that begin with a prompt.
+
+    data: the settings of the data. split: "train", "held_out", "final" or `splits.ALL_ROWS`. template: renders the
+    messages of rows. encoder: whether the target has an encoder; each row is then one whole encoder input. Raises
+    ValueError, which names the key to change, if the data cannot be read or the split has no row.
+    """
     return sources_of(data, (split,), template, encoder)[split]
 
 
@@ -346,14 +350,14 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 
     Args:
         data: the settings of the data. data.path=null selects the embedded corpora.
-        splits: some of `splits.SPLITS`, to which a hash assigns the user's rows; `splits.ALL_ROWS` stands for all rows.
-            The embedded corpora have no split "final".
+        splits: some of "train", "held_out" and "final", to which a hash assigns the user's rows; `splits.ALL_ROWS`
+            stands for all rows. The embedded corpora have no split "final".
         template: renders the messages of rows.
         encoder: whether the target has an encoder. Each row is then one whole encoder input; with the embedded corpora
-            these are the tasks of `sequence_tasks`.
+            these are the inputs of the sequence tasks.
 
-    Raises the errors of `read_data`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
-    none.
+    Raises ValueError, which names the key to change, if the data are missing or unreadable, if more than a tenth of the
+    rows cannot be read, or if a split has none.
     """
     if data.path is None:
         return {split: _embedded(data, split, template.tokenizer, encoder) for split in splits}
@@ -402,11 +406,13 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 def sources_apart(
     data: Data, splits: Collection[str], template: Template, encoder: bool, limit: Callable[[Mapping[str, Source]], int]
 ) -> dict[str, Source]:
-    """Return the rows of each split, keyed by split, as `sources_of` does. If both "train" and "held_out" are among the
-    splits, held-out prompts that share a prefix with a training prompt are left out.
+    """Return the rows of each split, keyed by split: prompts, or texts that begin with a prompt (`sources_of`). If both
+    "train" and "held_out" are among the splits, held-out prompts that share a prefix with a training prompt are left
+    out.
 
-    limit: a function from the rows of each split to the most tokens of a prompt. Longer prompts are not compared. The
-    other arguments and the errors are those of `sources_of`; also raises ValueError if no held-out prompt remains.
+    data: the settings of the data. template: renders the messages of rows. encoder: whether the target has an encoder.
+    limit: a function from the rows of each split to the most tokens of a prompt; longer prompts are not compared.
+    Raises ValueError, which names the key, if the data cannot be read or a split has no row left.
     """
     sources = sources_of(data, splits, template, encoder)
     tokens = limit(sources)

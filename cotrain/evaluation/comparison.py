@@ -70,8 +70,8 @@ class Gain:
 
 
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of all runs in a folder, as label -> list of runs, ordered by seed. Raises UserError if there
-    are none.
+    """Return the figures of all runs in a folder, as label -> list of the runs' figures, ordered by seed. Raises
+    UserError if there are none.
 
     Runs with the same label are pooled only if their settings differ in seeds alone. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
@@ -214,7 +214,8 @@ def _rows(
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
+    """Return pairs of runs with the same seed, one of `mine` and one of `base`. If the two sides have no seed in
+    common, pair them in the order of their seeds."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
@@ -254,8 +255,8 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def gains_table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
-    """Return the gains as a table, and one line for each label that was left out. absent: reason by label, from
-    `left_out`."""
+    """Return the gains as a table for the user, and one line for each label that was left out. baseline: the label that
+    was compared with. absent: the reason for each label that was left out."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "

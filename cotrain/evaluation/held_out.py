@@ -146,9 +146,9 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Return the scores keyed by domain, in alphabetical order, and last those of all texts together, under "all".
-    head_target: states (n, D) -> logits (n, V). scored: a function that is called after each batch with its number of
-    texts."""
+    """Return the draft's scores on held-out texts, keyed by domain in alphabetical order, and last those of all texts
+    together, under "all". head_target: the target's head, states (n, D) -> logits (n, V). scored: a function that is
+    called after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
@@ -166,7 +166,8 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 
 
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
-    """Return all figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
+    """Return all figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i (both
+    1-based). by_domain: the scores by domain, and of all texts under "all".
 
     Quantities over all positions: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error. By
     draft length 1 .. 8: tau under the token rule, tau_block under block verification, tau_greedy_draft for greedy

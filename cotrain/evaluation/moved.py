@@ -124,7 +124,7 @@ def movement_figures(one: Movement, confidence: float, decode: Callable[[list[in
     """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
     domain; how often both targets have the same most probable token; and how the KL is distributed over tokens.
 
-    confidence: the level of the bound. decode: token ids -> text.
+    one: the movement. confidence: the level of the bound, in (.5, 1). decode: token ids -> text.
     """
     of_text = [one.domain[text] for text in one.text.tolist()]
     domains = {}

@@ -78,8 +78,9 @@ def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tenso
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess for
-    the first depth, the number of tokens up to each position (n,), and the index of each position's text (n,).
+    """Yield chunks of n positions that predict sampled tokens: the target's states (n, D), the student's guess there
+    for the first depth, the number of tokens up to and including each position (n,), and the index of each position's
+    text (n,).
 
     read: a function that is called after each batch with its number of texts. batch: texts per pass.
     """
@@ -159,7 +160,8 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """Return (n, 3): -log p(x), H(p), and the variance of -log p under p. logits (n, V), tokens x (n,).
+    """Return (n, 3): -log p(x), the entropy H(p), and the variance of -log p under p, in nats. logits (n, V): the
+    target's. x (n,): the text's token at each position. held: gives the regime.
 
     At temperature 0, a token whose logit is within rounding of the highest counts as the most probable one (surprise
     0), because another pass may choose either. Any other token gives an infinite surprise.

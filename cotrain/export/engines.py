@@ -251,8 +251,9 @@ def layout_of(kind: str, engine: str) -> Any | None:
 
 
 def usual_layout(kind: str, engine: str) -> str:
-    """Return the layout to use for layout=auto. For a feature draft it is the first of its layouts that the engine
-    loads, otherwise the engine's layout for plain drafts. Raises UserError for an unknown engine."""
+    """Return the layout to use for layout=auto. For a feature draft (eagle, p_eagle, block) it is the first of its
+    kind's layouts that the engine loads, otherwise the engine's layout for plain drafts. Raises UserError for an
+    unknown engine."""
     plain = engine_named(engine).layout
     features = student_class(kind).features if kind in STUDENTS else ()
     return next((layout for layout in features if engine in FEATURES[layout]), plain)

@@ -239,8 +239,9 @@ def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> 
 def fit_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str
 ) -> list[str]:
-    """Resize the draft's vocabulary to a GGUF target's, in place, and return remarks for the README. path: the target's
-    file, for messages. Raises UserError if the draft's tokens differ from the file's."""
+    """Resize the vocabulary of the draft `model` to a GGUF target's, in place, and return remarks for the README.
+    tokenizer: the draft's. path: the target's file, for messages. Raises UserError if the draft's tokens differ from
+    the file's."""
     field = target.get_field(TOKENS)
     if field is None:
         raise UserError(f"target.path={path} has no key {TOKENS}, which lists the tokens: name another GGUF file")

@@ -168,8 +168,8 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
 
 
 def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
-    """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime; ""
-    if the report has no held-out figures."""
+    """Return a Markdown table of the report's predicted tau by draft length, for sampled and greedy drafting, in the
+    regime; "" if the report has no held-out figures. metadata: the draft's, whose draft length is marked."""
     taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
     lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
@@ -218,8 +218,8 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload all files in the folder to a repository, and return its address. A missing repository is created as a
-    public one. Raises UserError if the hub rejects the upload."""
+    """Upload all files in the folder to the hub's repository `repo` (user/name), and return its address. A missing
+    repository is created as a public one. Raises UserError if the hub rejects the upload."""
     with _one_line(repo, f"; {folder} is complete, and `hf upload {repo} {folder}` uploads it"):
         hub = HfApi()
         address = hub.create_repo(repo, exist_ok=True)

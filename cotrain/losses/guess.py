@@ -23,8 +23,8 @@ def draftable(mask: Tensor, depth: int) -> Tensor:
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Return the flat indices (N,) at which `mask` (B, R) is True. Masks of a batch stay on the CPU, because reading
-    one from a GPU would make the host wait."""
+    """Return the flat indices b * R + r (N,) at which `mask` (B, R) is True or not 0. Masks of a batch stay on the CPU,
+    because reading one from a GPU would make the host wait."""
     return mask.flatten().nonzero().squeeze(-1)
 
 
@@ -36,13 +36,14 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def picked(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of `values` (R, ...) at the indices `places` (N,), which may be on another device."""
+    """Return the rows of `values` (R, ...) at the indices `places` (N,), as (N, ...). `places` may be on another
+    device."""
     return values[sent(places, values.device)]
 
 
 def chosen(values: Tensor, places: Tensor | None) -> Tensor:
-    """Return the entries of `values` (B, R, ...), flattened to (B * R, ...), at the flat indices `places` (N,). None:
-    all entries."""
+    """Return the entries of `values` (B, R, ...) at the flat indices b * R + r in `places` (N,), as (N, ...). None: all
+    entries, as (B * R, ...)."""
     flat = values.flatten(0, 1)
     return flat if places is None else picked(flat, places)
 
@@ -89,7 +90,9 @@ class Guess:
         depth: int = ANY,
         pruned: Pruned | None = None,
     ) -> "Guess":
-        """Return a guess at every position of `states` (B, T, Dq). The other arguments are the fields of `Guess`."""
+        """Return a guess at every position, N = B * T. states (B, T, Dq): the draft's. head: (n, Dq) -> logits (n, V).
+        parameters: all trained parameters of the head, or (). depth: 0-based, or ANY. pruned: the part of the head with
+        finite logits, or None."""
         at = torch.arange(states.shape[0] * states.shape[1])
         return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)
 

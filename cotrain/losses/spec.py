@@ -32,7 +32,8 @@ class Term:
     function: Callable[..., Any]
 
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """Return the weighted loss (...) at each position, from log p and log q (..., V)."""
+        """Return the loss per position times its weight, (...), from log p and log q (..., V). Only for a loss per
+        position."""
         value: Tensor = self.function(logp, logq)
         return self.weight * value
 

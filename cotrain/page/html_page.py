@@ -135,7 +135,8 @@ def _unmeasured(run: LoadedRun) -> Markup:
 
 
 def held_out_alpha(run: LoadedRun) -> Number:
-    """Return the exported draft's acceptance on held-out texts, in the regime."""
+    """Return the exported draft's acceptance on all held-out texts, in the regime: p(argmax q) if it drafts its most
+    probable tokens, otherwise alpha."""
     return run.judged(f"{run.alpha}_T{run.temperature:g}/all")
 
 

@@ -86,8 +86,8 @@ def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Mark
 
 
 def html_table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. In a
-    narrow window the table scrolls, not the page."""
+    """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. caption:
+    a text above the table, or None. In a narrow window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
@@ -219,8 +219,8 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
 
 
 def numbered_series(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
-    """Return a list with one series, whose x are first, first + 1, ...; [] if there are no values. look: other fields
-    of `Series`."""
+    """Return a list with one series `name`, whose points are (first, values[0]), (first + 1, values[1]), ...; [] if
+    there are no values. look: other fields of `Series`."""
     return [Series(name, range(first, first + len(values)), values, **look)] if values else []
 
 

@@ -150,8 +150,8 @@ def _arm(run: LoadedRun, index: int) -> tuple[str | int, ...]:
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """Return a phrase with the batch size from which on plain decoding is faster. It is the smallest one at which the
-    whole interval of the speed-up is below 1."""
+    """Return a phrase with the batch size from which on plain decoding is faster at this temperature: the smallest one
+    at which the whole interval of the speed-up is below 1. The phrase says so if there is none."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := run.get(*_arm(run, index), "over_plain", "high")) and high < 1]
     if not lost:

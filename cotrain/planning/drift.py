@@ -124,9 +124,9 @@ def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tup
 
 
 def served_counters(log: Path) -> Served:
-    """Return the counters in a file. It is a Prometheus page from vLLM (`curl URL/metrics`), or JSON with `rounds`,
-    `accepted_by_depth` and, if rounds drafted different numbers of tokens, `drafted`. Raises UserError for any other
-    file, and for counters that are impossible."""
+    """Return the counters of a server, read from the file `log`. It is a Prometheus page from vLLM (`curl
+    URL/metrics`), or JSON with `rounds`, `accepted_by_depth` and, if rounds drafted different numbers of tokens,
+    `drafted`. Raises UserError for any other file, and for counters that are impossible."""
     try:
         text = log.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):

@@ -163,8 +163,8 @@ def read_states(
 
 
 def exit_plan(job: TrainingJob, layers: int) -> Plan:
-    """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU both models are
-    compiled, as in serving."""
+    """Return a plan to measure an untrained exit after `layers` decoder layers, on the run's ranking prompts. On a GPU
+    both models are compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -178,8 +178,8 @@ def exit_plan(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:
-    """Return one rating for each exit to choose from (`candidate_exits`): its layers, acceptance, draft length, tau,
-    cost and speed-up, as in `rated`."""
+    """Return one rating for each exit to choose from: a dictionary with its number of layers, acceptance, draft length,
+    tau, cost and speed-up (`rated`)."""
     layers = candidate_exits(len(decoder_layers(job.target)))
     ends = [exit_plan(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)

@@ -154,7 +154,7 @@ def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
 
 
 def forecast_table(drafts: Sequence[Drafted]) -> str:
-    """Return the forecasts as a table, followed by remarks for the user."""
+    """Return the forecasts of all drafts as a table, followed by remarks for the user."""
     rows = [
         [
             "draft",

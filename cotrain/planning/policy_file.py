@@ -137,8 +137,8 @@ def policy_of(
 
 
 def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch.device) -> float:
-    """Return the median seconds to read a draft's distribution, logits (rows, vocabulary), and to decide about the next
-    draft."""
+    """Return the median seconds to read a draft's distribution, logits (rows, vocabulary) on `device`, and to decide by
+    `policy` about the next draft."""
     decisions, seconds = replace(policy, deciding=None).begin(), []
     logits, temperature = torch.randn(rows, vocabulary, device=device), torch.ones(rows, device=device)
     for _ in range(REPEATS):

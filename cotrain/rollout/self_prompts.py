@@ -284,12 +284,13 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
 
 
 def split_content(row: Mapping[str, Any]) -> str:
-    """Return the text whose hash decides the split of a row, as for rows of data.path."""
+    """Return the text whose hash decides the split of a row: its beginning up to the first answer, as for rows of
+    data.path. row: a row of the file of prompts."""
     return Reader(templated="messages" in row).row(row).opening
 
 
 def template_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens, which only templates write."""
+    """Return the ids of the tokenizer's special tokens, which only templates write, so no prompt may have one."""
     return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 

@@ -316,12 +316,13 @@ def _digest(manifest: dict[str, object]) -> str:
 
 
 def regime(sampling: Sampling) -> dict[str, float]:
-    """Return the sampling settings in the form in which a manifest stores them."""
+    """Return the sampling settings as a JSON object, in the form in which a manifest stores them."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
-    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3."""
+    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3.
+    kind: "train" or "held_out". sampling: the regime. part: which share of the prompts."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
     cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)

@@ -106,8 +106,8 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, as the settings `draft` and `init` describe it. Raises ValueError, which
-        names the key to change."""
+        """Return the network before training, with the shape that the settings `draft` describe and the weights that
+        `init` describes. target: the model to draft for. Raises ValueError, which names the key to change."""
         raise ValueError(f"init={init.kind}: {cls.kind} drafts cannot begin in this way: set another init=")
 
     def of(self, network: PreTrainedModel) -> Self:

@@ -69,10 +69,12 @@ class BlockStudent(EagleStudent):
         copy_ends(network, network.hidden_norm, torch.ones_like(network.hidden_norm.weight), target)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Return one guess for each depth.
+        """Return one guess for each depth. batch: ids (B, T), and position_ids (B, T) if texts are packed. seen: the
+        target's states.
 
-        In a training step, which has `uniforms` (B, T), only some of the blocks with tokens to learn are read: every
-        `apart`-th one, beginning at a random one. Only a random share KEEP ** j of the guesses at depth j is made.
+        In a training step, which also has `uniforms` (B, T) and `predicted` (B, T-1), only some of the blocks with
+        tokens to learn are read: every `apart`-th one, beginning at a random one. Only a random share KEEP ** j of the
+        guesses at depth j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch), 1

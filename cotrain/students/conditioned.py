@@ -28,8 +28,8 @@ class ConditionedStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return an independent draft's network with a scale of 1, or with the learnt scale if draft.path= is a
-        conditioned draft. Raises ValueError, which names the key to change."""
+        """Return an independent draft's network, with a scale of 1 at all temperatures or, if draft.path= is a
+        conditioned draft, with its learnt scale. Raises ValueError, which names the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != draft.temperatures:

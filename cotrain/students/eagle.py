@@ -268,8 +268,8 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Return keys or values (B, key heads, n, D) with each head repeated for the query heads of its group, (B,
-        heads, n, D)."""
+        """Return keys or values (B, key heads, n, D) as (B, heads, n, D): each head is repeated for the query heads of
+        its group."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ class QuantisedStudent(Student):
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Quantised:
-        """Return the proposer. int8 has no effect, because draft.bits decides."""
+        """Return the proposer that drafts with the target in fewer bits. greedy: draft the most probable tokens.
+        compile: whether passes are compiled; None: on a GPU only. int8: has no effect, because draft.bits decides.
+        shape: for a tree, the index of each node's parent; None for chains."""
         assert self.target is not None
         return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
 
@@ -104,7 +106,7 @@ def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def draft_projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of the draft's linear layers by name, except the head's and the Markov head's."""
+    """Return the weights (out, in) of the draft's linear layers by name, without the head's and the Markov head's."""
     heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
     return {name: module.weight for name, module in linear if id(module) not in heads}
@@ -132,8 +134,8 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
 
 class TwoLevelsStudent(Student):
     """The student for the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
-    small draft. The entry `two_levels` of the network's config has the quantisation of the target, and how many tokens
-    the small draft drafts in an inner round."""
+    small draft. The entry `two_levels` of the network's config has the target's quantisation, and the number of tokens
+    that the small draft drafts in an inner round."""
 
     kind = "two_levels"
     rounds_target = True
@@ -161,8 +163,9 @@ class TwoLevelsStudent(Student):
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Return the proposer, which drafts chains and no trees. int8: whether the small draft's weights are rounded to
-        8 bits."""
+        """Return the proposer, which drafts chains and no trees. greedy: draft the most probable tokens. compile:
+        whether passes are compiled; None: on a GPU only. int8: whether the small draft's weights are rounded to 8 bits.
+        """
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy, compile=compile)

@@ -108,7 +108,7 @@ def load_target(
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the target with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
+    """Return the target `model` with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
     quantised.
 
     adapter: the adapter's folder. Raises ValueError if peft is not installed, and for a folder without an adapter for
@@ -294,9 +294,9 @@ _texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=No
 
 
 def _known_texts(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's text in its row, (B, T), or None if each row is one text. position_ids (B, T).
-    transformers calls this function in each pass. Its own version waits for a GPU, while `_read` computes the answer on
-    the CPU."""
+    """Return (B, T): the number of each token's text in its row, or None if each row is one text. position_ids (B, T):
+    a text begins at each one that does not follow the one before it. transformers calls this function in each pass. Its
+    own version waits for a GPU, while `_read` computes the answer on the CPU."""
     known = _texts.get()
     if known is None:
         return find_packed_sequence_indices(position_ids)
@@ -313,8 +313,9 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
 
 
 def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
-    """Return the decoder's output for texts ids (B, T) with encoder inputs `source` (B, S). encoder (B, S, D): the
-    encoder's states for these inputs, or None to compute them. Raises ValueError if `source` is None."""
+    """Return the output of an encoder-decoder's decoder for texts ids (B, T); its last_hidden_state is (B, T, D).
+    source (B, S): the encoder inputs, in which negative ids are padding. encoder (B, S, D): the encoder's states for
+    these inputs, or None to compute them. Raises ValueError if `source` is None."""
     if source is None:
         raise ValueError(f"{type(model).__name__}: its encoder needs an input for each text, but `source` is None")
     width = int((source >= 0).sum(1).max())
@@ -330,8 +331,8 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors (B, S) for encoder inputs `source` (B, S): the inputs with padding ids in place of negative
-    ones, and a mask that is 0 at these."""
+    """Return two tensors (B, S) for encoder inputs `source` (B, S), in which negative ids are padding: the inputs with
+    the padding id in their place, and a mask that is 0 there and 1 elsewhere."""
     source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 

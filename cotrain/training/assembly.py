@@ -57,7 +57,7 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 def prune(job: Job, student: Student, held: HeldOut) -> None:
     """Choose the vocabulary of a draft with draft.vocabulary=, in place: the most frequent tokens in the training
     texts. Print which share of the held-out texts they cover. A draft that begins with a folder with a pruned
-    vocabulary keeps that one."""
+    vocabulary keeps that one. held: the held-out texts."""
     if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
         learnt = parts(job, 1)[1]
         tokens = learnt.ids[:, 1:][learnt.predicted].long()
@@ -129,8 +129,8 @@ def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: s
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
     """Check, on CHECKED of the user's held-out texts, whether the target sampled them in the regime. If it did not,
-    print a warning and return the texts and their provenance. Otherwise, or if no step learns from the user's texts,
-    return None."""
+    print a warning and return the texts and the evidence. Otherwise, or if no step learns from the user's texts, return
+    None."""
     cfg = job.cfg
     if not reads_given(cfg, job.chats):
         return None

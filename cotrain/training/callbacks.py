@@ -129,8 +129,8 @@ class MeasureSpeed(Callback):
 
 
 class SwapWeights(Callback):
-    """Base class of callbacks that put other weights into the draft. `show` puts them in, and `hide` restores the
-    draft's own weights bit for bit.
+    """Base class of callbacks that put other weights into the draft, such as averaged or quantised ones. `show` puts
+    them in, and `hide` restores the draft's own weights bit for bit.
 
     A second call of either has no effect. If a run ends between `show` and `hide`, the other weights are exported.
     """
@@ -224,8 +224,8 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Callback that quantises the draft's projections, except the head, in every pass, see `students.quantised`. kind:
-    "int8" or "nf4".
+    """Callback that quantises the draft's projections, except the head, in every pass: the draft trains with the
+    weights with which it is served. kind: "int8" or "nf4".
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.

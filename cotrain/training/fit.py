@@ -240,8 +240,8 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Return Lightning's strategy for trainer.strategy=. "fsdp2" shards the draft and saves each checkpoint as one
-    file."""
+    """Return Lightning's strategy for the setting trainer.strategy=: its name or, for "fsdp2", an object that shards
+    the draft and saves each checkpoint as one file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -307,7 +307,8 @@ def _loader(
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Give the module's draft quantised weights until the block ends, if it is served with such weights."""
+    """Give the module's draft quantised weights until the block ends if draft.quantisation= says that it is served so;
+    otherwise its weights stay."""
     return showing(_rounded(job), module)
 
 

@@ -216,8 +216,8 @@ def sampled_texts(
     folder: Path,
     draft_path: str | None = None,
 ) -> Sampled:
-    """Return the target's texts for these settings, saved in `folder`. Those that are not on disk are sampled when they
-    are first used. draft_path: a draft that makes sampling faster, or None.
+    """Return the target's texts for these settings, which are saved in `folder`. Those that are not on disk are sampled
+    when they are first used. tokenizer: the target's. draft_path: a draft folder that makes sampling faster, or None.
 
     Raises ValueError for a draft together with rollout.url=, since a server would not use the draft.
     """
@@ -248,7 +248,7 @@ def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
 
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     """Return whether a run learns from, or is evaluated on, texts that the user gave. logs: whether the user's rows are
-    prompts, which may have completions."""
+    whole prompts, which may have completions."""
     trained = cfg.draft.trained
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 

@@ -117,8 +117,8 @@ def original_texts(
     """Return the original target's training texts, from which the draft also learns in the last stage. The moved target
     is so near to the original that its own texts would add nothing except hours of sampling.
 
-    The held-out texts of the last stage are sampled by the moved target, from the same prompts as the original's
-    held-out texts. target: the moved target. Reading the texts raises UserError if they are no longer on disk.
+    target: the moved target, which samples the held-out texts of the last stage from the same prompts as the
+    original's. folder: the run's folder. Reading the training texts raises UserError if they are no longer on disk.
     """
     place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
     texts = sampled_texts(cfg, target, tokenizer, place)
@@ -349,7 +349,8 @@ class JointTraining(Distillation):
 
     def _weight(self, kl: Tensor, batches: int) -> Tensor:
         """Return the factor of the KL in a batch's loss, a scalar. The multiplier is updated, in place, by the KL over
-        all processes. kl (): mean per position, in nats. batches: the number of batches in the step."""
+        all processes. kl (): the mean per position of this batch, in nats. batches: the number of batches in the step.
+        """
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
@@ -464,12 +465,12 @@ class SecondStage:
 
 
 def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
-    """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model around
-    the target.
+    """Scale the adapter down, merge it, write the moved target to the folder `place`, and certify it. module: the
+    trained module. wrapped: peft's model around the target.
 
-    The original target's held-out texts, one per conversation or document (`independent`), are split: even ones choose
-    the scale, odd ones certify. The certificate is for the files after they are loaded again. It also covers texts that
-    the moved target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
+    The original target's held-out texts, one per conversation or document, are split: even ones choose the scale, odd
+    ones certify. The certificate is for the files after they are loaded again. It also covers texts that the moved
+    target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
     """
     held = module.held_out[module.temperature].texts
     apart = independent(held.prompts, job.source("held_out"), cfg.rollout.prompt_tokens)

@@ -252,8 +252,8 @@ class Distillation(lightning.LightningModule):
         return moved | {"host": batch} if isinstance(moved, dict) else moved
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss of a batch, a scalar. The batch is as in `learn`. If the loss is not finite, NotFinite is
-        raised now or at the next logged step."""
+        """Return the loss of a batch, a scalar. batch: ids (B, T), predicted (B, T-1) and the other entries that
+        `learn` lists. If the loss is not finite, NotFinite is raised now or at the next logged step."""
         loss = within(self.draft, lambda: self.learn(batch))
         self.unread.append((self.global_step + 1, loss.detach(), batch.get("host", batch)))
         if self.watched or loss.device.type == "cpu":  # else a GPU would wait for the host in each step
@@ -325,8 +325,8 @@ class Distillation(lightning.LightningModule):
         return FromStates(record[LAST], self.head_target)
 
     def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
-        """Return further terms of the loss, scalars by name; {} except in joint training. batch: as in `learn`. counts:
-        the numbers by which losses are divided."""
+        """Return further terms of the loss, scalars by name; {} except in joint training. batch: ids (B, T), predicted
+        (B, T-1) and the other entries that `learn` lists. counts: the numbers by which losses are divided."""
         return {}
 
     @property
@@ -342,7 +342,8 @@ class Distillation(lightning.LightningModule):
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
         """Add scalars to the sums over the batches of a step. After the last batch, the sums become the figures of the
-        step. values: by name. watched: whether the figures of this step are logged."""
+        step. values: the scalars by name. batch: says whether it is the last of its step. watched: whether the figures
+        of this step are logged."""
         _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
@@ -383,7 +384,7 @@ class Distillation(lightning.LightningModule):
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Return uniforms (B, T) that depend only on seed, step, text and position, so that a resumed run repeats them.
-        keys (B,): the numbers of the texts. positions: T."""
+        keys (B,): the number of each text. positions: T."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
@@ -444,8 +445,8 @@ class Distillation(lightning.LightningModule):
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
-        """Return the draft's scores on other held-out texts than the module's, keyed by domain; "all" is for all of
-        them together."""
+        """Return the draft's scores on the texts `held_out`, which need not be the module's, keyed by domain; "all" is
+        for all of them together."""
         return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
@@ -505,7 +506,8 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Return the acceptance of the first drafted token. objective: "sampled" or "greedy" drafting."""
+    """Return the mean acceptance of the first drafted token on held-out texts. objective: "sampled" drafting (sum_v
+    min(p, q)), or "greedy" drafting (p(argmax q))."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 

@@ -29,7 +29,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Its `param_groups` are the groups of both optimisers, so a schedule applies to both. Muon's updates are scaled to
     the size of AdamW's, so one learning rate fits both.
 
-    betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's learning rate; None: `lr`.
+    lr: the learning rate of both. betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's
+    learning rate; None: `lr`.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
+    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters of the model, without weight decay
+    on vectors. lr: the learning rate. betas: the decays of both moments.
 
     It is fused unless the weights are sharded. This saves a tenth of a step's time if a small draft has a large
     embedding.

@@ -151,8 +151,9 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model on the meta device, without weights. Raises UserError, which names `key`, if its folder has no
-    weights, or if the engine cannot run the model."""
+    """Return a model on the meta device, without weights. path: its folder or hub id. config: its config. key: the
+    setting that names it, for messages. Raises UserError, which names `key`, if its folder has no weights, or if the
+    engine cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     try:
@@ -338,7 +339,8 @@ def _teacher(cfg: TrainConfig) -> None:
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
     """Return a client for the server at `url`. Print the sampling settings that the server applies in the regime, if it
-    reports them. Raises UserError, which names `key`, if no server answers."""
+    reports them. key: the setting with the address, for messages. model: the model's name on the server; None: the
+    first that the server lists. Raises UserError, which names `key`, if no server answers."""
     try:
         client = Client(url, model)
         if said := client.resolved_settings(regime):
@@ -557,7 +559,8 @@ def fill_prompt_tokens(
 
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Return one line for each of the first `SHOWN` prompts, as the target reads them, special tokens included."""
+    """Return one line for each of the first `SHOWN` training prompts, as the target reads them, special tokens
+    included."""
     lines = []
     for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
         text = str(tokenizer.decode(ids))
@@ -696,7 +699,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 
 
 def refuse_packed(job: Job, student: Student) -> None:
-    """Raise ValueError if target or draft would read texts that are packed into one block as a single text."""
+    """Raise ValueError if target or draft would read several texts that are packed into one block as a single text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])

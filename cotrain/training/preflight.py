@@ -139,8 +139,9 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Return the needs of a run. Sampling and training do not overlap, so the larger of the two counts. To certify, a
-    joint training has three targets in memory: the trained one, and the original and the moved one, loaded again."""
+    """Return the needs of a run: parameters, memory and disk. Sampling and training do not overlap, so the larger of
+    the two counts. To certify, a joint training has three targets in memory: the trained one, and the original and the
+    moved one, loaded again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
@@ -179,8 +180,8 @@ def _longest(cfg: TrainConfig, known: RunOutline) -> int:
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Return the bytes of keys and values, including waiting prompts', while texts are sampled or while a checkpoint is
-    timed, whichever is larger."""
+    """Return the bytes of keys and values of target and draft, including those of waiting prompts, while texts are
+    sampled or while a checkpoint is timed, whichever is larger."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
@@ -216,7 +217,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Return how long each phase of a run takes, if no texts of an earlier run can be used again."""
+    """Return the seconds of each phase of a run, if no texts of an earlier run can be used again."""
     machine = machine_speed()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)

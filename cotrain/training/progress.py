@@ -57,7 +57,7 @@ class Progress:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the values that a checkpoint stored. If minutes= has been raised since, training gets the
-        difference."""
+        difference. state: the result of `state` at that time."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.deadline.minutes and state["whole"]:
             self.deadline.left = state["left"] + self.deadline.minutes - state["whole"]

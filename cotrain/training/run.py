@@ -141,7 +141,8 @@ def target_prompts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, deadline: Deadline
 ) -> tuple[str, dict[str, Source]]:
     """Let the target sample the prompts for data=self into `folder`, and set data.path in `cfg`, in place, to their
-    file. Return the content of the file (one JSON row per line), and the prompts, keyed by split."""
+    file. Return the content of the file (one JSON row per line), and the prompts, keyed by split. tokenizer: the
+    target's. deadline: the run's time limit."""
     timed = cfg.bench.prompts * cfg.measure
     file = sample_prompts(cfg, target, tokenizer, folder, timed, deadline.seconds(PROMPTS))
     rows = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
@@ -168,8 +169,9 @@ def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Load the weights of the checkpoint to export into the module's draft, in place. They are quantised if the draft
-    is served so. Raises UserError, which names the checkpoint, if it cannot be read."""
+    """Load the weights of the checkpoint with the highest tau into the module's draft, in place. They are quantised if
+    the draft is served so. speed: has the checkpoints. Raises UserError, which names the checkpoint, if it cannot be
+    read."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau (step {chosen.step}) on prompts that did not rank checkpoints")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":
