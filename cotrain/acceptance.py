@@ -39,30 +39,43 @@ def iid_tau(alpha: float, K: int) -> float:
 
 
 def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls for each text as a loss (B,), differentiable in r.
+    """Return the expected number of target calls (B,) of each text under the token rule. It is a loss, differentiable
+    in r.
 
-    r (B, T), or (B, T, K) with the depth last: the acceptance of each token. k: draft length, an int, (B,) or (B, T).
-    lengths (B,): tokens in each text; None for T. See `expected_calls`.
+    r: the acceptance min(1, q(x) / p(x)) of the text's token x (q of the draft, p of the target). Shape (B, T), or (B,
+    T, K) if it depends on the depth: entry (t, j) is token t as draft j (0-based) of the round that starts at t - j.
+    k: draft length, at most K: an int, (B,), or (B, T) for the round that starts at t.
+    lengths (B,): tokens in each text; None: T.
+
+    Raises ValueError if r has fewer depths than k, or if lengths exceed T.
     """
     return expected_calls(r, k, lengths)
 
 
 def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls for each text under block verification, as a loss (B,), differentiable
-    in l.
+    """Return the expected number of target calls (B,) of each text under block verification. It is a loss,
+    differentiable in l.
 
-    l (B, T), or (B, T, K) with the depth last: log q - log p of each token. k: draft length, an int, (B,) or (B, T).
-    lengths (B,): tokens in each text; None for T. See `expected_calls_block`.
+    l: log q(x) - log p(x) of the text's token x (q of the draft, p of the target). Shape (B, T), or (B, T, K) if it
+    depends on the depth: entry (t, j) is token t as draft j (0-based) of the round that starts at t - j.
+    k: draft length, at most K: an int, (B,), or (B, T) for the round that starts at t.
+    lengths (B,): tokens in each text; None: T.
+
+    Raises ValueError if l has fewer depths than k, or if lengths exceed T.
     """
     return expected_calls_block(l, k, lengths)
 
 
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, with the
-    shape of r. r (B, T) or (B, T, K), k and lengths: see `calls`.
+    """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, in the
+    shape of r.
+
+    r: the acceptance of each token. Shape (B, T), or (B, T, K) if it depends on the depth: entry (t, j) is token t as
+    draft j (0-based) of the round that starts at t - j. k: draft length, at most K: an int, (B,), or (B, T) for the
+    round that starts at t. lengths (B,): tokens in each text; None: T.
 
     With these weights at each position, the loss `tv` has the gradient of `calls` with alpha in place of the sampled
-    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative.
+    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative. Raises ValueError as `calls` does.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()

@@ -281,7 +281,8 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
         print(f"cotrain {name}: {title}", file=sys.stderr)
         if "trainer" in has and cfg.trainer.devices * cfg.trainer.nodes > 1:
             raise UserError(
-                "trainer.devices, trainer.nodes: each job of a sweep runs in one process: set both to 1, or drop -m"
+                f"trainer.devices={cfg.trainer.devices}, trainer.nodes={cfg.trainer.nodes}: each job of a sweep runs "
+                "in one process: set trainer.devices=1 trainer.nodes=1, or leave out -m"
             )
         if "label" in has and cfg.label is None:
             cfg.label = ",".join(text for text in values if text.partition("=")[0] not in SEEDS) or None

@@ -16,8 +16,8 @@ Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as 
 
 @contextmanager
 def answering(as_json: bool) -> Iterator[Answer]:
-    """Yield a function (object, text) that prints the command's answer on standard output. Without `as_json` it prints
-    the text. With `as_json` it prints the object as JSON, and all other prints in the block go to standard error."""
+    """Yield a function (object, text) that prints the command's answer on standard output: the text, or with `as_json`
+    the object as JSON. With `as_json`, all other prints in the block go to standard error."""
     if not as_json:
         yield lambda _, words: print(words)
         return
@@ -47,12 +47,12 @@ class Display:
     Args:
         title: the beginning of the bar or line.
         total: the number of units in the whole job.
-        unit: the name of a unit.
+        unit: the name of a unit, for example "texts".
         start_at: the number of units that were done before.
-        say: a function that receives each line, instead of printing; None to print.
-        hidden: print nothing.
-        brief: print lines without a bar, and none if the job ends within `SHORT` seconds. This is for a job inside
-            another job.
+        say: a function that receives each line; None: lines are printed.
+        hidden: True to print nothing.
+        brief: True to print lines without a bar, and no line if the job ends within `SHORT` seconds. This is for a job
+            inside another job.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ Counter = Callable[[int], None]  # adds to the number of units that are done
 
 @contextmanager
 def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterator[Counter]:
-    """Show a brief `Display`. Yield a function whose argument is the number of units done since its last call."""
+    """Show a brief `Display` until the block ends. Yield a function to call with the number of units done since its
+    last call. title: the beginning of each line. total: the number of units. unit: the name of a unit."""
     with Display(title, total, unit, hidden=hidden, brief=True) as display:
         yield lambda count: display.to(display.done + count)
 

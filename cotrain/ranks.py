@@ -27,10 +27,11 @@ def local_rank() -> int:
 
 
 def awaited(ready: Callable[[], bool], first: str) -> None:
-    """Wait until `ready()` returns true; it is called once a second. This is for a result that the first process
-    produces.
+    """Wait until `ready()` returns true; it is called once a second. This is for a result that the first process of a
+    run produces.
 
-    first: a description of that process, for the error message. Raises UserError if the parent of this process ends.
+    first: a description of the first process for the error message, such as "the process that samples texts". Raises
+    UserError if the parent of this process ends.
     """
     parent = os.getppid()
     while not ready():

@@ -36,7 +36,8 @@ REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each t
 
 @dataclass
 class RunFolder:
-    """A claimed output folder. state: the run's state when the folder was claimed, see `claim`."""
+    """A claimed output folder. state: the state of its run when the folder was claimed: "new", "unfinished" or
+    "finished"."""
 
     path: Path
     state: State
@@ -93,10 +94,10 @@ def _refuse_other_command(command: str, key: str, folder: Path) -> None:
 
 
 def refuse_replaced(path: str | Path, name: str, written: Sequence[str], text: str = "", key: str = "output") -> None:
-    """Raise UserError if the folder that the setting `key` names has files that this command did not write.
+    """Raise UserError if the folder `path` has files that this command did not write, so that they would be lost.
 
     name: a file that every folder of this command has, and which contains `text`. written: patterns for the names of
-    its other files.
+    the command's other files. key: the setting that names the folder, for the message.
     """
     file = Path(path) / name
     if not Path(path).is_dir() or not any(Path(path).iterdir()):
@@ -140,8 +141,8 @@ def _entries(path: str) -> list[str]:
 
 
 def _within(path: str, folder: str) -> bool:
-    """Return whether a path is `folder` or lies in it. If the path is a symbolic link, the path it points to is tested
-    too."""
+    """Return whether `path` is `folder` or lies in it. If `path` is a symbolic link, the file or folder that it points
+    to is tested too."""
     place, root = Path(path).absolute(), os.path.realpath(folder)
     link = Path(os.path.realpath(place.parent), place.name)  # the link itself, only its parents resolved
     return link.is_relative_to(root) or Path(os.path.realpath(place)).is_relative_to(root)
@@ -218,8 +219,10 @@ def numbered(path: Path, ending: str = "") -> Path:
 def refuse_folder(
     path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
 ) -> State:
-    """Raise the UserError that `claim` would raise with the same arguments. Otherwise return the state that `claim`
-    would yield. Nothing is changed, so commands call this before minutes of work."""
+    """Raise UserError if `claim` would raise it for the same arguments (another process uses the folder, a setting may
+    not change, or the folder has files but no run of cotrain), and if the folder cannot be written. Otherwise return
+    the state of its run: "new", "unfinished" or "finished". Nothing is changed, so commands call this before minutes of
+    work."""
     path = Path(path)
     _usable(path)
     if (path / LOCK).exists():
@@ -311,8 +314,9 @@ def _usable(path: Path) -> None:
 
 
 def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Judge, command: str) -> RunFolder:
-    """Return the run in the locked folder `path`. With `overwrite`, or if an earlier move was interrupted, the files of
-    the run are moved to `REPLACED` first."""
+    """Return the run in the locked folder `path`. Its files are moved to the folder `REPLACED` first, with `overwrite`
+    or if an earlier move was interrupted. settings, kind, command: as in `claim`. Raises UserError if a setting may not
+    change."""
     marker = read_marker(path)
     if marker is not None and (overwrite or marker["state"] == "emptying"):
         _empty(path, marker, command)
@@ -331,8 +335,9 @@ def _open(path: Path, overwrite: bool, settings: dict[str, Any] | None, kind: Ju
 
 
 def _compare(path: Path, before: dict[str, Any], wanted: dict[str, Any], kind: Judge) -> dict[str, str]:
-    """Return the changed settings as key -> meaning of the change, see `claim`. before: settings of the stored run.
-    wanted: settings of this run. Raises UserError if a setting may not change."""
+    """Return the changed settings as key -> meaning of the change ("free" or "longer"). before: settings of the stored
+    run. wanted: settings of this run. kind: a function that returns the meaning. Raises UserError if a setting may not
+    change."""
     old, new = (
         {key: value for key, value in flat(values) if not isinstance(value, dict)} for values in (before, wanted)
     )

@@ -51,12 +51,11 @@ REPLAY_ROWS, REPLAY_TOKENS = 4, 64
 
 def quick(plan: Plan, k: int) -> dict[str, float]:
     """Time speculative decoding at draft length k and plain decoding, batch by batch in turn, on bench.quick_prompts
-    prompts. Return the figures by name:
+    prompts. Return these figures by name:
 
     speedup with the ends of its 95 % interval (low, high; NaN for a single batch), tau, tokens_per_second, and
-    share_of_cost_table. The last is the measured decoding speed-up divided by the predicted one. The prediction uses
-    tau and the seconds of a round. These seconds are measured separately, once for all checkpoints, and stored in
-    `plan.known`.
+    share_of_cost_table, the measured decoding speed-up divided by the predicted one. The prediction uses tau and the
+    seconds of rounds, which are timed separately at the first call and stored in `plan.known`, in place.
     """
     arms = plan.arms({"speculative": plan.engine(k), "plain": plan.plain()})
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
@@ -77,8 +76,8 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
 
 
 def sample_text(plan: Plan, k: int) -> str:
-    """Return a text for TensorBoard: the first ranking prompt, continued at draft length k. Each new token is marked as
-    drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
+    """Return a text in Markdown for TensorBoard: the first ranking prompt, continued at draft length k. Each new token
+    is marked as drafted, corrected or bonus. The random numbers are the same at every checkpoint."""
     decode: Any = plan.tokenizer.decode
     (prompt,) = plan.ranking(0, 1)
     engine, tokens = plan.engine(k, 1), min(SAMPLE_TOKENS, plan.bench.new_tokens)
@@ -129,7 +128,7 @@ class Budget:
 def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """Measure the draft in full, and return the report. The report has the chosen draft length or tree, the speed-up
     with its interval, the exactness verdict, the parity figures and greedy decoding. extra: further entries for the
-    report's `extra`."""
+    report's `extra`; None for none."""
     size = plan.bench
     budget = Budget(60 * size.minutes, time.perf_counter())
     print("bench: costs of rounds and acceptance, to choose the draft length")
@@ -211,7 +210,7 @@ def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
 
 class TimingDisplay(Display):
     """The progress of a timing. batches: how many batches are timed at least. until: the deadline, a value of
-    time.perf_counter(), or inf for none. With a deadline, seconds are counted instead of batches."""
+    time.perf_counter(), or inf for none. With a deadline, the display counts seconds instead of batches."""
 
     def __init__(self, batches: int, until: float) -> None:
         self.near, self.first = "no interval yet", time.perf_counter()
@@ -241,8 +240,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
     figures by name. If the time is over, fewer tokens are used, but at least FEW texts.
 
     The prompts are final ones that were not timed, and the random numbers are new. k: the draft length. until: the
-    deadline, a value of time.perf_counter(). noise: see `text_figures`. Returns None for the coupled rule, because its
-    calls cannot be predicted from the text.
+    deadline, a value of time.perf_counter(). noise: the numerical noise of differences between the target's logits.
+    Returns None for the coupled rule, because its calls cannot be predicted from the text.
     """
     size = plan.bench
     count = -(-size.parity_tokens // size.new_tokens)
@@ -294,8 +293,8 @@ def measure_greedy(plan: Plan, k: int, late: bool = False) -> dict[str, Any]:
 
 
 def recorded(plan: Plan, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode a few final prompts, and return the record of their rounds for the page (see `inference.report.replay`).
-    extra: the report's `extra`, which has the draft length or the tree."""
+    """Decode a few final prompts, and return the record of their rounds, from which the page replays the generation.
+    extra: the entry `extra` of the report, which has the draft length or the tree."""
     tree = served_tree(extra)
     engine = replace(plan, tree=tree).engine(tree.depth if tree else extra["planned_k"], REPLAY_ROWS)
     engine.record = Recorder()

@@ -79,8 +79,10 @@ class Parity:
 
 def over_http(client: Client, plan: Plan) -> Ask:
     """Return a function (prompts, concurrent requests) -> `Answer` that completes prompts with a running server, in the
-    plan's regime. The function raises ValueError if the server returns no token ids, has no counters of drafts, or ends
-    a text early."""
+    plan's regime. An `Answer` has the new token ids of each prompt, the seconds, and the server's counters of drafts.
+
+    The function raises ValueError if the server returns no token ids, has no counters of drafts, or ends a text early.
+    """
 
     def ask(prompts: list[list[int]], at_once: int) -> Answer:
         before, clock, size = stable_counters(client), time.perf_counter(), plan.bench
@@ -115,8 +117,9 @@ def over_http(client: Client, plan: Plan) -> Ask:
 def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     """Measure the server's tau and this engine's tau on the same prompts, at draft length k, and return the comparison.
 
-    ask: a function that completes prompts with the server, see `over_http`. at_once: number of concurrent requests.
-    Raises ValueError if the server counted no drafts, and UserError if its draft length is not k.
+    ask: a function (prompts, concurrent requests) -> `Answer` that completes prompts with the server. at_once: number
+    of concurrent requests. Raises ValueError if the server counted no drafts or impossible ones, and UserError if its
+    draft length is not k.
     """
     draft = plan.proposer()
     prompts = plan.final(0, plan.bench.prompts)
@@ -160,7 +163,8 @@ def rounds_expected(
     plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
 ) -> tuple[np.ndarray, float]:
     """Return the expected number of rounds for each text (N,), without its first token, and the standard deviation of
-    their sum. prompts, tokens: token ids of each prompt, and of the text that the server generated after it."""
+    their sum. draft: drafts k tokens per round. prompts: token ids of each prompt. tokens: token ids of the text that
+    the server generated after each."""
     figures = figures_after(plan, plan.engine(k, BATCH, proposer=draft), draft, prompts, tokens)
     reach = reach_of(figures, "token")  # servers use the token rule
     assert reach is not None
@@ -171,9 +175,12 @@ def rounds_expected(
 def figures_after(
     plan: Plan, engine: Engine, draft: Proposer, prompts: list[list[int]], tokens: list[list[int]], first: int = 1
 ) -> Figures:
-    """Return the figures of target and draft on texts that another engine generated, beginning with the first token
-    that a round emitted. prompts, tokens: token ids of each prompt and of the text after it. first: how many of the
-    text's tokens came without a round."""
+    """Return the probabilities of target and draft on texts that another engine generated, from the first token on that
+    a round emitted.
+
+    engine, draft: this engine, with the draft that it uses. prompts: token ids of each prompt. tokens: token ids of the
+    text after each. first: how many tokens at the beginning of a text came without a round.
+    """
     starts = [[*prompt, *text[:first]] for prompt, text in zip(prompts, tokens, strict=True)]
     rest = Emitted(starts, row_ids(starts), [text[first:] for text in tokens], [Counts() for _ in tokens])
     return pair_figures(engine, draft, rest, plan.sampling, plan.bench.new_tokens, 0.0)

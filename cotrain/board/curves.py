@@ -105,9 +105,9 @@ def log(trainer: lightning.Trainer, figures: Mapping[str, float], step: int) -> 
 
 
 def final_figures(alpha: float, tau: float, report: Mapping[str, Any]) -> dict[str, float]:
-    """Return the final figures of a run by name: the acceptance `alpha` and `tau` on all held-out texts in the regime.
-    report: the measurement's report, or {} if nothing was measured. A report adds the speed-up with its interval, the
-    timed tau, and exactness as 1 or 0."""
+    """Return the final figures of a run by name. alpha, tau: the acceptance and the tokens per target call on all
+    held-out texts in the regime. report: the measurement's report, which adds the speed-up with its interval, the timed
+    tau, and exactness as 1 or 0; {} if nothing was measured."""
     held_out = {"acceptance": alpha, "tau": tau}
     if not report:
         return held_out

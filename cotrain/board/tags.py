@@ -65,8 +65,9 @@ def layout() -> dict[str, Any]:
 
 
 def marked_text(prompt: str, parts: Iterable[tuple[str, str]], tokens: int, calls: int) -> str:
-    """Return a generated text in Markdown, in which each token is marked by its kind. parts: pairs (kind of token,
-    text). tokens, calls: the number of new tokens and the number of target calls."""
+    """Return a generated text in Markdown, in which each token is marked by its kind (drafted, corrected or bonus).
+    prompt: its text. parts: pairs (kind of token, text). tokens, calls: the number of new tokens and the number of
+    target calls."""
     text = "".join(f"<{ELEMENTS[kind]}>{escaped_markdown(part)}</{ELEMENTS[kind]}>" for kind, part in parts)
     return f"{LEGEND}; {tokens} new tokens in {calls} target calls\n\n{escaped_markdown(prompt)}{text}"
 

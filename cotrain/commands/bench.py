@@ -38,8 +38,9 @@ Further = Callable[[measurement.Plan, Path], dict[str, Any]]
 
 
 def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError if texts are longer than the context of either model, or if the target does not
-    support its quantisation setting. Call this before weights are loaded. kind: the kind of draft."""
+    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
+    or if the target does not support its quantisation setting. kind: the kind of draft. pair: both models without
+    weights."""
     refuse_rounded(kind, cfg.quantisation.kind, pair.target)
     size = cfg.bench
     fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
@@ -47,8 +48,8 @@ def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
 
 
 def _plan_line(metadata: Metadata) -> str:
-    """Return a line for the user: the draft length or tree of the folder's plan is measured, and how to choose
-    again."""
+    """Return a line for the user that names the folder's plan, a draft length or a tree, for a measurement that follows
+    this plan, and says how to choose again."""
     return (
         f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder was planned; to choose again, "
         "set bench.depths=[2,4,8], bench.trees=16 or another verify=, for example verify=token"
@@ -137,7 +138,8 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
 
 def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dict[str, Any]:
     """Measure the draft, write report.json and the replay, and return the report. draft_path: the draft folder.
-    further: see `run`."""
+    further: a function from the plan without a tree and the output folder to more entries of the report's `extra`; None
+    for none."""
     typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
     path = resolved(cfg)
     draft_folder = measurable_folder(draft_path)

@@ -47,7 +47,7 @@ def run(cfg: DatastoreConfig) -> None:
 
 
 def _documents(source: Source) -> Iterator[list[int]]:
-    """Yield the token ids of each document. A document is a text, or a prompt with its completion."""
+    """Yield the token ids of each document in the source: a text, or a prompt with its completion."""
     if isinstance(source, PromptRows):
         yield from ([*row["prompt"], *row["completion"]] for row in source.rows)
         return

@@ -92,8 +92,7 @@ def _summary(events: Sequence[Event], seconds: float) -> str:
 
 
 def _refuse_errors(errors: Sequence[str | None]) -> None:
-    """Raise UserError for the first prompt whose text ended in an error. errors: a message, or None, for each
-    prompt."""
+    """Raise UserError for the first prompt whose text ended in an error. errors: for each prompt, a message or None."""
     for number, message in enumerate(errors, 1):
         if message is not None:
             raise UserError(f"the text of prompt {number} ends early, {message}")
@@ -186,7 +185,7 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
     if prompt is not None and prompts is not None:
         raise UserError("set prompt= (the text) or prompts= (a file with one prompt per line), not both")
     if prompt is not None and not prompt:
-        raise UserError("prompt= is empty: set it to the text that is to be continued")
+        raise UserError("prompt= is empty: set prompt= to the text that is to be continued")
     if prompt == "null":  # as every other setting is unset
         print("prompt=null: the text 'null' is continued; leave prompt= out to read standard input", file=sys.stderr)
     if prompt is not None:

@@ -137,7 +137,7 @@ def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
 
 
 def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
-    """Return the entries of plan.json that describe how the plan was measured. texts: the target's texts, by
+    """Return the entries of plan.json that describe how the plan was measured. texts: the target's texts, keyed by
     temperature."""
     return {
         "environment": environment(),
@@ -155,7 +155,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
     """Return a copy of `cfg` for the draft folder `path`. Settings that are not set get the values stored in the
-    folder. Raises the errors of `resolved`."""
+    folder. Raises UserError if the folder is invalid, or if no target is named."""
     mine = copy.deepcopy(cfg)
     mine.draft.path = path
     resolved(mine)
@@ -164,7 +164,7 @@ def _settings(cfg: PlanConfig, path: str) -> PlanConfig:
 
 def _refuse_others(settings: Mapping[str, PlanConfig]) -> None:
     """Raise UserError if two drafts differ in target, regime or form of prompts, since all drafts are measured on the
-    same texts of the target. settings: by draft folder.
+    same texts of the target. settings: the settings for each draft, keyed by its folder.
 
     Without data.path= the folders must also have the same prompts, since a draft may have learnt from prompts that
     another draft did not learn from.
@@ -210,5 +210,6 @@ def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
 
 
 def _best(drafts: list[Drafted]) -> Drafted:
-    """Return the draft to recommend. Its forecast speed-ups have the highest geometric mean."""
+    """Return the draft to recommend: the one whose forecast speed-ups, over all temperatures and numbers of rows, have
+    the highest geometric mean."""
     return max(drafts, key=lambda one: sum(torch.tensor([cell.speedup for cell in one.cells.values()]).log().tolist()))

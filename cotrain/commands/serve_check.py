@@ -39,8 +39,8 @@ def run(cfg: ServeCheckConfig) -> None:
 
 
 def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[str, Any], server_parity.Parity]:
-    """Measure the server at `url` and write report.json. Return the report, and the comparison. draft_path: the draft
-    folder."""
+    """Measure the server at `url`, write report.json, and return the report and the comparison. draft_path: the draft
+    folder, whose draft the server and this engine use."""
     settle(cfg.threads, 0)
     open_tokens = not cfg.prompt_tokens
     refuse_folder(cfg.output, cfg.overwrite)

@@ -63,8 +63,8 @@ class Pair(NamedTuple):
 def resolved(cfg: DraftFolderConfig) -> str:
     """Return the target's path: target.path, or else the target that the draft folder names.
 
-    Sets target.path, target.adapter and the settings of `as_trained` in `cfg`, in place. Raises UserError if the draft
-    folder is invalid, or if no target is named.
+    Sets target.path, target.adapter and all settings that mean "as the folder stores" in `cfg`, in place. Raises
+    UserError if the draft folder is invalid, or if no target is named.
     """
     if cfg.draft.path is None:
         raise UserError(
@@ -83,7 +83,7 @@ def resolved(cfg: DraftFolderConfig) -> str:
 
 def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | None) -> None:
     """Set those settings of `KNOWN` that the user left unset to the values stored in the draft folder, in place. If the
-    user set other values, print a line that lists them.
+    user set other values, print a line to stderr that lists them.
 
     metadata: the folder's metadata, or None without cotrain.json. A value that is not stored is taken from `UNSAID`.
     """
@@ -114,8 +114,8 @@ def shape(metadata: Metadata) -> str:
 
 
 def stored(metadata: Metadata) -> dict[str, Any]:
-    """Return the values that a draft folder stores, keyed by the names in `KNOWN`. draft_dtype is "auto", because the
-    stored weights already have the dtype in which they were served."""
+    """Return the values that a draft folder stores, keyed by the names that `KNOWN` gives them. draft_dtype is "auto",
+    because the stored weights already have the dtype in which they were served."""
     return {**metadata.regime, **asdict(metadata.served), "int8": metadata.int8, "draft_dtype": "auto"}
 
 
@@ -128,11 +128,11 @@ def read_folder(path: str) -> Folder:
 
 
 def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = False) -> Pair:
-    """Return the pair of a draft folder and a target, without storage (no weights). Warn if the draft is larger than
-    the target.
+    """Return the pair of a draft folder and a target, without storage (no weights). Print a warning if the draft is
+    larger than the target.
 
     target_path: a hub id or folder. Raises UserError, before weights are loaded, in three cases: the target is missing,
-    the draft has other token ids, or the draft does not fit the target (`Proposer.fits`).
+    the draft has other token ids, or the draft was made for a target of other sizes.
     """
     draft_folder = read_folder(draft_path)
     try:
@@ -186,7 +186,9 @@ def measurable_folder(path: str) -> Folder:
 
 
 def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Return the network of a draft folder, loaded on the target's device. Raises the errors of `load_draft`."""
+    """Return the network of a draft folder, loaded on the target's device. tokenizer: the target's. Raises ValueError
+    or OSError, which names the file, for missing or wrong weights, and for a folder that was made for another target.
+    """
     network_class = kind_of(draft_folder.kind).network_class
     draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
     torch.nn.Module.to(draft, target.device)
@@ -204,7 +206,7 @@ def plan_of(
     """Load the draft of a folder, and return the plan for its measurement.
 
     cfg: settings that `resolved` has completed. models: the target and its tokenizer. bench: the sizes of the
-    measurement. verify: the verification rule. others: further fields of the plan.
+    measurement. verify: the verification rule, which must be set. others: further fields of the plan.
     """
     assert verify is not None
     drafting = {"objective": draft_folder.metadata.objective} if draft_folder.metadata else {}

@@ -54,8 +54,9 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
 def shapes(
     cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> list[dict[str, Any]]:
-    """Time the shapes of `cfg.shapes`, and return one `entry` for each. composed: the settings of each shape, see
-    `composed_shape`. pair: the target and its tokenizer. Raises the errors of `assembly.initial`."""
+    """Time the draft shapes in `cfg.shapes`, and return one entry of plan.json for each. composed: the settings of
+    `cotrain train` for each shape, from `composed_shape`. pair: the target and its tokenizer. Raises ValueError, which
+    names the key, for a shape that does not fit the target."""
     return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
@@ -97,7 +98,7 @@ def _timed(
 
 
 def shape_table(timed: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the shapes as text. timed: one `entry` for each shape."""
+    """Return a table of the shapes as text. timed: the entries of plan.json, from `shapes`."""
     head = [
         "shape",
         "parameters",

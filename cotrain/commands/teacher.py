@@ -37,8 +37,9 @@ def run(cfg: TeacherConfig) -> None:
 
 
 def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
-    """Return the command, and the environment variables that it needs. Raises UserError for a kind of draft that needs
-    the target in the training's process, and for an interpreter without vLLM 0.18 or later."""
+    """Return the command that serves the target, as a list of arguments, and the environment variables that it needs.
+    Raises UserError for a kind of draft that needs the target in the training's process, and for an interpreter without
+    vLLM 0.18 or later."""
     if cfg.draft.kind not in TAUGHT:
         raise UserError(f"draft={cfg.draft.kind}: it needs the target in its process: use one of {', '.join(TAUGHT)}")
     if cfg.python:

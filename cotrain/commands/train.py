@@ -112,8 +112,8 @@ def _damage(cfg: TrainConfig) -> str:
 
 
 def _go_on(cfg: TrainConfig) -> None:
-    """If data.chat is null, set it to the value that the run in `output` was started with. An earlier version may have
-    had another default."""
+    """If data.chat is null, set it, in place, to the value that the run in `output` was started with. An earlier
+    version may have had another default."""
     marker = None if cfg.overwrite else read_marker(Path(cfg.output))
     if marker and marker.get("command") == "train" and cfg.data.chat is None:
         cfg.data.chat = marker["settings"].get("data", {}).get("chat")

@@ -13,7 +13,8 @@ MOST_NODES = 62  # of inference.verify.tree, which does so too
 
 
 class Mark(Enum):
-    """What a field is, besides its type and range: `Annotated[type, Mark.PATH]`."""
+    """Marks of a field, besides its type and range, written `Annotated[type, Mark.PATH]`. The value of a mark says what
+    it means."""
 
     PATH = "a file or folder that is read"
     STORE = "a path that is written, and may not exist yet"
@@ -25,7 +26,7 @@ class Mark(Enum):
 
 
 class With(NamedTuple):
-    """The values of init= with which a draft's field is read."""
+    """Mark of a draft's field that is read only with some values of init=. inits: these values."""
 
     inits: tuple[str, ...]
 
@@ -51,8 +52,8 @@ class Settings(BaseModel):
 
 
 def fields(settings: type[Settings], before: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield (dotted key, field) for each field of `settings`, for the groups inside it, and for all kinds of draft.
-    before: the prefix of the keys."""
+    """Yield (dotted key, field) for each field of `settings`: for the group itself, for the groups inside it, and for
+    the fields of every kind of draft. before: text before each key, for example "data."."""
     for name, field in settings.model_fields.items():
         key = f"{before}{field.alias or name}"
         yield key, field
@@ -62,7 +63,8 @@ def fields(settings: type[Settings], before: str = "") -> Iterator[tuple[str, Fi
 
 
 def marked(settings: type[Settings], *marks: Mark) -> set[str]:
-    """Return the dotted keys of the fields with one of these marks."""
+    """Return the dotted keys of the fields that have at least one of these marks. Fields of groups inside `settings`
+    are included."""
     return {key for key, field in fields(settings) if any(mark in field.metadata for mark in marks)}
 
 
@@ -79,12 +81,12 @@ def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
 
 
 def one_of(*names: str) -> AfterValidator:
-    """Return a validator that accepts only the texts `names`."""
+    """Return a validator for `Annotated` that accepts only the texts `names`. Its error message lists them."""
     return allowed(f"one of {', '.join(names)}", lambda value: value in names)
 
 
 def at_least(least: float) -> AfterValidator:
-    """Return a validator that accepts finite numbers from `least` on."""
+    """Return a validator for `Annotated` that accepts finite numbers >= `least`."""
     return allowed(f"at least {least}", lambda value: least <= value < math.inf)
 
 

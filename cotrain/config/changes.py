@@ -18,8 +18,9 @@ def change(key: str, old: Any, new: Any, rounds: int = 1, draft: type[Settings] 
     "same": both values mean the same, or no code reads the setting. "free": the run's weights do not depend on it.
     "longer": the training gets longer. "other": the new settings make another run.
 
-    key, old, new: the setting and its two values; a budget is a number, or None for no limit. rounds: the value of
-    rollout.rounds. draft: the class of the draft's settings, or None.
+    key: the setting's dotted key. old, new: its values in the stored run and now; a budget is a number, or None for no
+    limit. rounds: the value of rollout.rounds. draft: the class of the draft's settings; None for a command without a
+    draft.
     """
     group, _, name = key.partition(".")
     lacking = group == "draft" and draft is not None and name not in draft.model_fields

@@ -42,7 +42,8 @@ class Draft(Settings):
         return "depths" in type(self).model_fields
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings of this kind that are not read with the run's init=, each with the reason."""
+        """Return the settings of this kind that the run's init= leaves without effect, as name -> the reason. run: all
+        settings of the command."""
         read = {
             name: one.inits
             for name, field in type(self).model_fields.items()
@@ -160,9 +161,13 @@ class EarlyExitDraft(_Started):
         return self.rank > 0
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings of `Draft.unread`. With rank 0 the distribution is the same at all depths, so `depths` is
-        added."""
-        alike = "with draft.rank=0 an exit drafts in the same way at every depth: leave it out, or set draft.rank=16"
+        """Return the settings that have no effect in this run, as name -> the reason: those that the run's init= does
+        not read, and with rank 0 also `depths`, since the distribution is then the same at all depths. run: all
+        settings of the command."""
+        alike = (
+            "with draft.rank=0 an exit drafts in the same way at every depth: leave out draft.depths=, or set "
+            "draft.rank=16"
+        )
         return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
 
 

@@ -156,11 +156,12 @@ class Loss(Settings):
     number of target calls that acceptance at this depth saves."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return `then` if the loss never switches, `switch` if there is no second loss, and `decay` if the draft's
-        distribution does not depend on the depth."""
+        """Return the settings that have no effect in this run, as name -> the reason: `then` if the loss never
+        switches, `switch` if there is no second loss, and `decay` if the draft's distribution does not depend on the
+        depth. run: all settings of the command."""
         wrong = {}
         if run.draft.trained and not run.draft.by_depth:
-            wrong["decay"] = "this draft has the same distribution at all depths: leave it out"
+            wrong["decay"] = "this draft has the same distribution at all depths: leave out loss.decay="
         if self.switch >= 1:
             wrong["then"] = "the loss never switches: set loss.switch=0.5"
         if self.then is None:
@@ -208,17 +209,20 @@ class Data(Settings):
     take: int = 20_000
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that have no effect with this source of texts, each with the reason."""
+        """Return the settings that have no effect with this source of texts, as name -> the reason. run: all settings
+        of the command."""
         path, wrong = str(self.path), {}
         file = File(path).is_file() or bool(set(path) & set("*?["))
         if not self.streaming:
-            wrong["take"] = "it applies to streams only: set data.streaming=true, or leave it out"
+            wrong["take"] = "it applies to streams only: set data.streaming=true, or leave out data.take="
         if self.path is None or (not self.config and file):
-            wrong["split"] = "it applies only to a folder, a saved data set or the hub: leave it out"
+            wrong["split"] = "it applies only to a folder, a saved data set or the hub: leave out data.split="
         if self.path is None:
-            wrong["config"] = "it applies to data sets only: set data.path=, or leave it out"
+            wrong["config"] = "it applies to data sets only: set data.path=, or leave out data.config="
         elif file:
-            wrong["config"] = "it applies to data sets with several configurations, and a file has none: leave it out"
+            wrong["config"] = (
+                "it applies to data sets with several configurations, and a file has none: leave out data.config="
+            )
         return wrong
 
 
@@ -251,8 +255,9 @@ class Rollout(Settings):
     """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that only `cotrain train` reads, if another command runs."""
-        why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave it out"
+        """Return the settings that only `cotrain train` reads, as name -> the reason, if another command runs;
+        otherwise {}. run: all settings of the command."""
+        why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave out this setting"
         return {} if hasattr(run, "trainer") else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
 
 
@@ -284,7 +289,8 @@ class Joint(Settings):
     """Export the pair even if its KL is not certified to be within epsilon."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return all fields, unless mode=joint."""
+        """Return all fields, as name -> the reason, unless mode=joint; with mode=joint {}. run: all settings of the
+        command."""
         if run.mode == "joint":
             return {}
         return dict.fromkeys(Joint.model_fields, "it applies to joint training: set mode=joint")
@@ -352,7 +358,8 @@ class Trainer(Settings):
     """tensorboard; wandb: TensorBoard and Weights & Biases."""
 
     def unread(self, run: Any) -> Mapping[str, str]:
-        """Return `patience` if the run measures nothing."""
+        """Return `patience` with the reason if the run measures nothing, otherwise {}. run: all settings of the
+        command."""
         return {} if run.measure else {"patience": "it applies to measured runs only: set measure=true"}
 
 

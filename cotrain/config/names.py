@@ -6,18 +6,19 @@ from typing import Any, NamedTuple
 
 
 class Removed(NamedTuple):
-    """A setting of earlier versions. neutral: the value with which it had no effect. instead: what to do now."""
+    """A setting of earlier versions. neutral: the value with which it had no effect; a stored run with this value can
+    still be resumed. instead: what the user should do now, for the message."""
 
     neutral: Any
     instead: str
 
 
 REMOVED = {
-    "loss.hardest": Removed(1.0, "leave it out"),
-    "draft.confidence": Removed(None, "leave it out; policy.file= ends rounds early, see cotrain plan"),
-    "init.cosine": Removed(0.0, "leave it out; the loss alone trains the draft"),  # a run goes on without it
-    "rollout.on_draft": Removed(0.0, "leave it out; the target samples all texts"),
-    "trainer.top": Removed(0, "leave it out; hidden states are stored"),
+    "loss.hardest": Removed(1.0, "leave out loss.hardest="),
+    "draft.confidence": Removed(None, "leave out draft.confidence=; policy.file= ends rounds early, see cotrain plan"),
+    "init.cosine": Removed(0.0, "leave out init.cosine=; the loss alone trains the draft"),  # a run goes on without it
+    "rollout.on_draft": Removed(0.0, "leave out rollout.on_draft=; the target samples all texts"),
+    "trainer.top": Removed(0, "leave out trainer.top=; hidden states are stored"),
 }
 
 # Names of other programs, and the settings that do the same here, of which a command has at most one
@@ -51,8 +52,9 @@ PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
 
 def unknown(key: str, command: str, keys: Collection[str]) -> str:
-    """Return the error message for an unknown key. It names the most similar known key, or says that the setting was
-    removed. keys: all keys of the command."""
+    """Return the error message for an unknown key. It says what to do instead of a removed setting; for any other key
+    it names the most similar setting, the setting that means the same, or how to list all. command: the command's name.
+    keys: all its keys."""
     if key in REMOVED:
         return f"{key}= was removed: {REMOVED[key].instead}"
     last = "path" if key in PATHS else key
@@ -70,22 +72,22 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
 
 
 def alias(key: str, keys: Collection[str]) -> str | None:
-    """Return the key that does here what `key` does in other programs, or None if the command has no such key. keys:
-    all keys of the command."""
+    """Return the key that does here what `key` (for example `learning_rate`) does in other programs. Return None if the
+    name is not known, or if the command has no such key. keys: all keys of the command."""
     settings = ALIASES.get(key) or ALIASES.get("" if key in PATHS else key.rpartition(".")[2], [])
     return next((known for known in settings if known in keys and key != known), None)
 
 
 def below(key: str, keys: Collection[str]) -> str | None:
-    """Return the error message for a key that is a group of settings and has no value itself. Return None if `key` is
-    no group."""
+    """Return the error message for a key that is a group of settings (`draft`, which has `draft.layers`). Return None
+    if `key` is no group. keys: all keys of the command."""
     below = sorted(other for other in keys if other.startswith(f"{key}."))
     return f"{key}= is a group of settings: set {', '.join(f'{other}=' for other in below)} instead" if below else None
 
 
 def nearest(key: str, keys: Collection[str]) -> str | None:
-    """Return the key of `keys` that is most similar to `key`. If some keys have the same name after the last dot, only
-    these count. Return None if no key is similar enough."""
+    """Return the key of `keys` that is spelt most similarly to `key`. If some keys have the same name after the last
+    dot, only these are compared. Return None if no key is similar enough. keys: all keys of the command."""
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
     return near[0] if near else None

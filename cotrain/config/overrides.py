@@ -22,10 +22,10 @@ _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", r
 
 
 def quote(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments, in which the values of free-text and path keys are quoted, so that Hydra leaves them
-    unchanged.
+    """Return command-line arguments for Hydra: the values of free-text and path keys are quoted, so that Hydra leaves
+    them unchanged.
 
-    The value is all text after `=`, including quotes, commas and `${...}`. Such keys therefore cannot be swept.
+    Such a value is all text after `=`, including quotes, commas and `${...}`. These keys therefore cannot be swept.
     """
     return [_quoted(argument) for argument in _gathered(arguments)]
 
@@ -70,7 +70,8 @@ def _is_group(key: str) -> bool:
 
 @cache
 def _free_text() -> set[str]:
-    """Return the last parts of the keys whose value is passed on literally: paths and other free text, but no lists."""
+    """Return the last parts of the keys (`path` of `data.path`) whose value is passed on literally: paths and other
+    free text, but no lists."""
     return {
         key.rpartition(".")[2]
         for schema in SCHEMAS.values()
@@ -82,14 +83,15 @@ def _free_text() -> set[str]:
 
 @cache
 def _open_keys() -> tuple[set[str], tuple[str, ...]]:
-    """Return the keys of settings that are mappings, and the prefixes of the keys inside them."""
+    """Return the keys of settings that are mappings (`data.shares`), and the prefixes of the keys inside them
+    (`data.shares.`)."""
     mappings = {key for key, field in fields(TrainConfig) if get_origin(field.annotation) is dict}
     return mappings, tuple(f"{key}." for key in mappings)
 
 
 def _opens(key: str, value: str) -> bool:
-    """Return whether the setting may add a key, so that `++` is needed. That is a name of the user's in a mapping, or a
-    setting that only other kinds of draft have. `checked` rejects the latter with a better message than Hydra's."""
+    """Return whether Hydra must be allowed to add this key (`++`): an entry of a mapping, or a setting that only other
+    kinds of draft have. `checked` then rejects the latter, with a better message than Hydra's."""
     mappings, inner = _open_keys()
     return (
         (key in mappings and value.startswith("{"))
@@ -107,7 +109,7 @@ def _literal(key: str, value: str) -> bool:
 
 
 def literal(text: str) -> str:
-    """Return a Hydra value that resolves to exactly `text`."""
+    """Return text in Hydra's syntax that Hydra resolves to exactly `text`."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if text == "???":  # OmegaConf's mark of a missing value
@@ -117,8 +119,8 @@ def literal(text: str) -> str:
 
 
 def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
-    """Return one line that says why Hydra rejected the `arguments` of `command`. The line names the key and its allowed
-    values."""
+    """Return one line that says why Hydra rejected the command line. The line names the key and its allowed values.
+    error: Hydra's exception. command: the command's name. arguments: what the user typed, as key=value."""
     settings = [match for match in map(_SETTING.fullmatch, arguments) if match]
     typed = {setting["key"]: setting["value"] for setting in settings}
     keys = keys_of(command, typed.get("draft"))
@@ -140,8 +142,8 @@ def _path_for_group(typed: Mapping[str, str], keys: Collection[str]) -> str | No
 
 
 def _several(typed: Mapping[str, str], command: str, keys: Mapping[str, object], error: Exception) -> str | None:
-    """Return the error message if one setting has several values without -m, or if a list has a single value; otherwise
-    None. typed: value by key."""
+    """Return the error message if a setting has several values without -m, as Hydra's `error` says; otherwise None.
+    typed: the typed values by key. command: its name. keys: the command's keys, with their defaults."""
     for key, value in typed.items():
         said = f"{key}={value}: "
         if str(error).startswith("Ambiguous value") and f"'{key}={value}'" in str(error):
@@ -195,8 +197,8 @@ def _no_key(error: Exception, command: str, keys: Collection[str]) -> str | None
 
 
 def flag(name: str, command: str) -> str:
-    """Return the error message for a flag that no command has, such as --learning_rate. The message names the setting
-    that the user probably meant."""
+    """Return the error message for a flag that no command has. It names the setting that the user probably meant. name:
+    the flag, such as --learning_rate. command: the command's name."""
     key = name.lstrip("-").replace("-", "_")
     keys = keys_of(command)
     if key not in keys:

@@ -324,8 +324,8 @@ def register() -> None:
 
 
 def presets() -> dict[str, dict[str, Settings]]:
-    """Return the options of each group that are not files in conf/, as group -> option -> settings. The groups are the
-    ones in the settings of `cotrain train`."""
+    """Return the options of each group in the settings of `cotrain train`, as group -> option -> settings. Options that
+    are files in conf/ are not included."""
     groups = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     drafts: dict[str, Settings] = {kind: one(kind=kind) for kind, one in DRAFTS.items()}
     return {"draft": drafts} | {
@@ -336,8 +336,8 @@ def presets() -> dict[str, dict[str, Settings]]:
 
 
 def _own(schema: type[Settings]) -> dict[str, Any]:
-    """Return the defaults of a command as nested dictionaries. For a group, only values that differ from the group's
-    option are included."""
+    """Return the defaults of a command's class as nested dictionaries. A group with options has only the values in
+    which the command's default differs from the option."""
     node = {}
     for name, field in schema.model_fields.items():
         value = field.default
@@ -349,8 +349,8 @@ def _own(schema: type[Settings]) -> dict[str, Any]:
 
 
 def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
-    """Return every dotted key of the command `name` with its default, including groups. kind: the kind of draft, for
-    `cotrain train`; None for the default kind."""
+    """Return every dotted key of the command `name` with its default value; a group's key has a dictionary. kind: the
+    kind of draft whose settings are included, for `cotrain train`; None for the default kind."""
     values = SCHEMAS[name]().model_dump(by_alias=True)
     if kind in DRAFTS and name == "train":
         values["draft"] = DRAFTS[kind](kind=kind).model_dump()
@@ -358,8 +358,8 @@ def keys_of(name: str, kind: str | None = None) -> dict[str, object]:
 
 
 def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for all keys of nested dictionaries, including keys whose value is a dictionary.
-    prefix: text before each key."""
+    """Yield (dotted key, value) for all keys of nested dictionaries. A key whose value is a dictionary is yielded too,
+    before the keys inside it. prefix: text before each key."""
     if isinstance(values, dict):
         for key, value in values.items():
             yield f"{prefix}{key}", value
@@ -367,7 +367,8 @@ def flat(values: object, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def checked(name: str, cfg: "DictConfig") -> Any:
-    """Return the validated settings of the command `name`. cfg: the settings that Hydra composed.
+    """Return the validated settings of the command `name`, an instance of its class. cfg: the settings that Hydra
+    composed.
 
     Raises UserError for a key that the command's class does not have (`+key=` can add one), a missing value, a wrong
     type, or a value outside its range.
@@ -417,9 +418,13 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
 
 
 def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
-    """Raise UserError for the first setting that the user typed and nothing reads in this run. typed: the typed
-    settings, as key=value. The values null, 0 and [] are always accepted. If a setting is only useless for this kind of
-    draft (`_idle`), a line is printed instead, because a sweep over kinds sets it for all of them."""
+    """Raise UserError for the first setting that the user typed and that has no effect in this run. If it has no effect
+    only because of the kind of draft, a line is printed to stderr instead, because a sweep over kinds sets it for all
+    of them.
+
+    cfg: the command's settings. typed: the typed settings, as "key=value". The values null, 0 and [] are always
+    accepted.
+    """
     pairs = (setting.partition("=") for setting in typed)
     values = {key.lstrip("+"): value for key, _, value in pairs if value not in ("null", "0", "[]")}
     wrong = {
@@ -438,7 +443,7 @@ def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
 
 
 def _idle(cfg: TrainConfig) -> dict[str, str]:
-    """Return the settings that have no use for this kind of draft, as key -> reason."""
+    """Return the settings that have no effect for this kind of draft, as dotted key -> the reason."""
     draft, init, idle = cfg.draft, cfg.init.kind, dict[str, str]()
     if not draft.trained:
         groups = {key for key in keys_of("train") if key.partition(".")[0] in ("loss", "optimizer")}
@@ -454,7 +459,7 @@ def _idle(cfg: TrainConfig) -> dict[str, str]:
 
 
 def refuse_from_target(name: str, cfg: Any) -> None:
-    """Raise UserError for data=self with a command that samples no prompts."""
+    """Raise UserError if data=self is set for a command that samples no prompts. name: its name. cfg: its settings."""
     if "data" in type(cfg).model_fields and from_target(cfg.data) and name not in SAMPLING_COMMANDS:
         raise UserError(
             f"data=self: only cotrain {' and '.join(SAMPLING_COMMANDS)} sample prompts: name the file of prompts that "
@@ -463,13 +468,13 @@ def refuse_from_target(name: str, cfg: Any) -> None:
 
 
 def from_target(data: Data) -> bool:
-    """Return whether the target samples the prompts itself. If data.path is set, it does not."""
+    """Return whether the target samples the prompts itself (data=self). It does not if data.path is set."""
     return data.from_target and data.path is None
 
 
 def sampling(regime: Regime | ServedRegime, temperature: float | None = None) -> "Sampling":
-    """Return the engine's sampling settings for a regime. temperature: replaces the regime's temperature; None keeps
-    it. No value in `regime` may be None; `served_pair.as_trained` sets them."""
+    """Return the engine's sampling settings for a regime, whose fields must all have values (`served_pair.as_trained`
+    replaces None). temperature: used in place of the regime's; None for the regime's."""
     from inference import Sampling  # imports torch
 
     temperature = regime.temperature if temperature is None else temperature
@@ -478,14 +483,14 @@ def sampling(regime: Regime | ServedRegime, temperature: float | None = None) ->
 
 
 def learnt(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of the training texts: rollout.train_temperatures if set, else draft.temperatures, else
-    the regime's temperature. There are equally many texts at each."""
+    """Return the temperatures at which training texts are sampled, equally many texts at each:
+    rollout.train_temperatures, or if it is empty draft.temperatures, or else the regime's temperature alone."""
     return cfg.rollout.train_temperatures or cfg.draft.temperatures or [cfg.regime.temperature]
 
 
 def judged(cfg: TrainConfig) -> list[float]:
-    """Return the temperatures of the held-out texts, in ascending order: rollout.temperatures, the temperatures of the
-    training texts, and the regime's temperature, at which checkpoints are ranked."""
+    """Return the temperatures at which held-out texts are sampled, in ascending order: rollout.temperatures, the
+    temperatures of the training texts, and the regime's. Checkpoints are ranked at the regime's."""
     return sorted({*cfg.rollout.temperatures, *learnt(cfg), cfg.regime.temperature})
 
 

@@ -23,7 +23,8 @@ DIRECTIVES = [f"%{sign}{letter}" for letter in "aAbBcdDeFGHIjmMpSTuUVwWxXyY" for
 
 
 class Turn(NamedTuple):
-    """The token ids of a prompt and of its completion. lost: why the completion cannot be used; "" if it can."""
+    """A prompt and the assistant's answer to it, as token ids. lost: why the answer cannot be learnt, for the user; ""
+    if it can."""
 
     prompt: list[int]
     completion: list[int]
@@ -35,7 +36,7 @@ class Template:
     """Renders messages with the target's chat template.
 
     Args:
-        options: arguments of the template, such as enable_thinking.
+        options: arguments of the template, by name, such as enable_thinking.
         ends: token ids that end a completion. After one, the template may add more text, such as a line break, which
             the target did not generate.
         day: the date that the template writes; None for today.
@@ -52,9 +53,11 @@ class Template:
         return CLOCK in str(self.tokenizer.chat_template)
 
     def text(self, messages: Sequence[Message], tools: Any, prompt: bool) -> str:
-        """Return the messages as text, rendered by the chat template. tools: the tools' definitions, or None. prompt:
-        whether the text ends with the tokens that begin the assistant's turn. Raises ValueError if the template fails,
-        renders nothing, or ignores the user's messages."""
+        """Return the messages as text, rendered by the chat template.
+
+        tools: definitions of tools, or None. prompt: True to end the text with the tokens that begin the assistant's
+        turn. Raises ValueError if the template fails, renders nothing, or ignores the user's messages.
+        """
         try:
             text = self._rendered(messages, tools, prompt)
         except ValueError:
@@ -108,9 +111,9 @@ class Template:
         return ids[: next((place + 1 for place, token in enumerate(ids) if token in self.ends), len(ids))]
 
     def turns(self, row: DataRow) -> Iterator[Turn]:
-        """Yield each turn of the assistant that follows a user's message. If the conversation ends without an answer,
-        also yield its last prompt with an empty completion. A row without messages is one turn. Raises ValueError if
-        the template cannot render a prompt."""
+        """Yield one `Turn` for each message of the assistant that follows a user's message. A conversation that ends
+        without an answer also yields its last prompt, with an empty completion. A row without messages (a prompt or a
+        text) yields one turn. Raises ValueError if the template cannot render a prompt."""
         if not row.messages:
             end = self.tokenizer.eos_token_id
             said = [*self.ids(row.completion), *([] if end is None else [end])] if row.completion else []
@@ -125,8 +128,8 @@ class Template:
             yield Turn(self.ids(self.text(row.messages, row.tools, prompt=True)), [])
 
     def _turn(self, before: str, message: Message, whole: str) -> Turn:
-        """Return the turn for `message`. before: the rendered text up to the beginning of the message. whole: the
-        rendered text up to its end."""
+        """Return the turn that ends with the assistant's `message`. before: the rendered conversation up to the
+        beginning of the message. whole: the rendered conversation up to its end."""
         prompt = self.ids(before)
         if not message["content"].strip() and "tool_calls" not in message:
             return Turn(prompt, [], "the answer is empty")
@@ -145,13 +148,14 @@ class Template:
 
 
 def _fixed(day: date) -> str:
-    """Return template code that makes the rest of the template write `day` as today's date."""
+    """Return code to put before a chat template, so that the template writes `day` as today's date."""
     values = "".join(f".replace({one!r}, {day.strftime(one)!r})" for one in DIRECTIVES)
     return f"{{%- macro {CLOCK}(format) %}}{{{{ format{values} }}}}{{%- endmacro %}}{{{{ '' }}}}"
 
 
 def _written(message: Message) -> Message:
-    """Return the message with the arguments of tool calls as JSON text, because some templates concatenate them."""
+    """Return a copy of the message in which the arguments of tool calls are JSON text, because some templates
+    concatenate them with text."""
     calls = [json.loads(json.dumps(call)) for call in message.get("tool_calls", ())]
     for call in calls:
         function = call.get("function", call)

@@ -51,7 +51,8 @@ WORD = "urgent fragile returned gift insured express sealed checked late partial
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its path relative to its root directory. The hash of the path decides the split."""
+    """A text and its path relative to its root directory. The hash of the path decides whether it is a training or a
+    held-out document."""
 
     path: str
     text: str
@@ -89,7 +90,8 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
             break
     if not documents:
         raise ValueError(
-            f"data.bytes: the corpus {domain!r} has no text for {split!r} here: leave it out, or set data.path="
+            f"data.bytes: the corpus {domain!r} has no text of the split {split!r} on this machine: leave it out of "
+            "data.bytes= and data.held_out_bytes=, or give texts with data.path="
         )
     return documents
 
@@ -125,7 +127,8 @@ def _code(held_out: bool) -> Iterator[Document]:
 
 
 def _prose(held_out: bool) -> Iterator[Document]:
-    """Yield help topics, then package descriptions, then the docstrings of each source file."""
+    """Yield documents of English text: help topics, then package descriptions, then the docstrings of each source file.
+    held_out: True for held-out documents, False for training documents."""
     for name, text in sorted(pydoc_data.topics.topics.items()):
         document = Document(f"topics/{name}", text)
         if document.held_out == held_out:
@@ -272,8 +275,8 @@ def records(number: int) -> str:
 
 
 def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
-    """Return the rows {"domain", "text"} in the file data/`name`. The domains alternate, so the first n rows have texts
-    of all domains."""
+    """Return the rows of the file data/`name`, each {"domain", "text"}. The domains alternate, so the first n rows have
+    texts of all domains."""
     lines = (folder("data") / name).read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -281,11 +284,12 @@ def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
 def shipped_ids(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the token ids of the distinct shipped prompts as two lists. The first list, a third of them, is used to
-    rank checkpoints and draft lengths; the second to time the exported draft. Domains alternate in both lists.
+    """Return the token ids of the distinct shipped prompts, as two lists of prompts. The first list, a third of them,
+    is for ranking checkpoints and draft lengths. The second is for timing the exported draft. Domains alternate in
+    both.
 
-    tokens: the length to which prompts are cut. encoder: whether the target has an encoder. The shipped inputs for
-    encoders are then used instead, uncut because they are short.
+    tokens: prompts are cut to this many tokens. encoder: whether the target has an encoder. The prompts are then the
+    shipped inputs for encoders, which are short and not cut.
     """
     places: dict[tuple[int, ...], int] = {}
     for place, (ids, _) in enumerate(_shipped_prompts(tokenizer, tokens, encoder)):
@@ -297,7 +301,9 @@ def shipped_ids(
 def shipped_domains(
     tokenizer: PreTrainedTokenizerBase, tokens: int, encoder: bool = False
 ) -> dict[tuple[int, ...], str]:
-    """Return the domain of each prompt in `shipped_ids`, keyed by the prompt's token ids."""
+    """Return the domain of each shipped prompt, keyed by the prompt's token ids. tokens: prompts are cut to this many
+    tokens. encoder: whether the target has an encoder; the prompts are then the shipped inputs for encoders, which are
+    not cut."""
     return dict(_shipped_prompts(tokenizer, tokens, encoder))
 
 

@@ -30,7 +30,7 @@ HEXADECIMAL = 24  # a string of at least so many hexadecimal digits is a hash, a
 
 
 def identity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the fingerprint of a target: its config, tokenizer, weights, end ids and adapter."""
+    """Return the fingerprint of a target as a JSON object: its config, tokenizer, weights, end ids and adapter."""
     return {
         "config": settings(model.config),
         "tokenizer": spoken(tokenizer),
@@ -47,8 +47,8 @@ def settings(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def spoken(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return three hashes: of the vocabulary with its special ids, of the chat template (None without one), and of the
-    token ids of `PROBE`."""
+    """Return three hashes that identify a tokenizer: of the vocabulary with its special ids, of the chat template (None
+    without one), and of the token ids of `PROBE`."""
     return {
         "vocabulary": hash_tokenizer(tokenizer),
         "chat_template": _hash(tokenizer.chat_template) if tokenizer.chat_template else None,
@@ -77,8 +77,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _some_bits(flat: Tensor, place: int) -> bytes:
-    """Return the bits of `SAMPLE` pseudorandomly chosen values of a tensor, as bytes. A fixed stride could hit the same
-    column in each row. flat (n,). place: the tensor's number in its model."""
+    """Return the bits, as bytes, of `SAMPLE` values of a tensor at pseudorandom indices. A fixed stride could hit the
+    same column in each row. flat (n,). place: the tensor's number in its model, which seeds the choice."""
     size = flat.numel()
     drawn = hashlib.shake_128(f"{place} {size}".encode()).digest(8 * min(SAMPLE, size))
     chosen = torch.from_numpy((numpy.frombuffer(drawn, "<u8") % max(size, 1)).astype("int64"))
@@ -118,14 +118,15 @@ def stamps(files: Mapping[str, Path]) -> str:
 
 
 def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Return the dotted keys whose values differ between two fingerprints."""
+    """Return the dotted keys whose values differ between two fingerprints. actual: the stored fingerprint. wanted: the
+    fingerprint that is needed now."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """Return a message that lists the values that differ between two fingerprints. If a value is a hash, only its key
-    is listed. actual: the stored fingerprint. wanted: the fingerprint that is needed now."""
+    """Return text that lists the values that differ between two fingerprints. If a value is a hash, only its key is
+    listed. actual: the stored fingerprint. wanted: the fingerprint that is needed now."""
     old, new = dict(_flat(actual)), dict(_flat(wanted))
     parts = []
     for key in differences(actual, wanted):

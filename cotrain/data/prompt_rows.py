@@ -52,8 +52,8 @@ class PromptRows:
         return said if reasons else ""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return pairs (domain, token ids of a prompt) for the rows that `chosen` returns. Raises ValueError if a
-        domain has no prompt with at most `tokens` tokens."""
+        """Return pairs (domain, token ids of a prompt): at most `count` per domain, chosen at random from the prompts
+        with at most `tokens` tokens. seed: of this choice. Raises ValueError if a domain has no such prompt."""
         chosen = self.chosen(count, tokens, seed)
         present = {row["domain"] for row in chosen}
         for domain in sorted({row["domain"] for row in self.rows} - present):
@@ -70,8 +70,8 @@ class PromptRows:
         return all(each[0] <= tokens for each in _lengths(self))
 
     def chosen(self, count: int, tokens: int, seed: int) -> list[Row]:
-        """Return at most `count` rows per domain, chosen at random from the rows whose prompt has at most `tokens`
-        tokens."""
+        """Return at most `count` rows per domain, chosen at random from the rows whose prompt is not empty and has at
+        most `tokens` tokens. seed: of this choice."""
         fitting = self._fitting(tokens, seed)
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
@@ -81,15 +81,19 @@ class PromptRows:
         return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """Return the rows whose prompt is not `splits.shared` with one of the prompts `learnt`, with a remark that
-        counts the rows left out. tokens: the most tokens of a prompt."""
+        """Return the rows whose prompt shares no prefix with a training prompt: neither is equal to the other or begins
+        with it (`splits.shared`). A remark counts the rows left out.
+
+        learnt: token ids of the training prompts. tokens: a prompt with more tokens is not compared, and its row stays.
+        Raises ValueError if no row remains.
+        """
         common = _common(self.each(tokens), learnt, tokens)
         rest = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
         return replace(self, rows=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Return the token ids of all prompts with at most `tokens` tokens, in random order. Raises ValueError if there
-        are none."""
+        """Return the token ids of all prompts with at most `tokens` tokens, in random order. seed: of the order. Raises
+        ValueError if there is no such prompt."""
         fitting = self._fitting(tokens, seed)
         if not fitting:
             shortest = min(len(row["prompt"]) for row in self.rows)
@@ -99,14 +103,14 @@ class PromptRows:
         return [row["prompt"] for row in fitting]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """Return the domain of each prompt, keyed by the prompt's token ids. It is empty if all prompts have the same
-        domain."""
+        """Return the domain of each prompt, keyed by the prompt's token ids; {} if all prompts have the same domain.
+        tokens: prompts with more tokens are left out."""
         domains = {tuple(row["prompt"]): row["domain"] for row in self.rows}
         return domains if len({*domains.values()}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
-        """Return the number of each prompt's conversation, keyed by the prompt's token ids. Turns of one conversation
-        are not independent of each other."""
+        """Return the number of each prompt's conversation, keyed by the prompt's token ids. Prompts of one conversation
+        are not independent of each other. tokens: prompts with more tokens are left out."""
         return {tuple(row["prompt"]): row.get("unit", place) for place, row in enumerate(self.rows)}
 
     def _fitting(self, tokens: int, seed: int) -> list[Row]:
@@ -116,11 +120,13 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class TextStarts:
-    """Texts whose beginnings are prompts: the first `tokens` tokens of a text, or all tokens of a shorter one.
+    """Texts whose beginnings are prompts. A prompt is the first `tokens` tokens of a text, or all tokens of a shorter
+    one; `tokens` is an argument of the methods.
 
-    starts: rows (text, domain); each text begins with a prompt. texts: rows (text, domain) for corpus steps and
-    datastores. These are the rows of `starts`, or the documents from which `starts` were cut. remarks: see
-    `PromptRows`.
+    starts: rows (text, domain); each text begins with a prompt.
+    texts: rows (text, domain) for corpus steps and datastores. These are the rows of `starts`, or the documents from
+    which `starts` were cut.
+    remarks: lines for the user about how the data were read.
     """
 
     starts: datasets.Dataset
@@ -133,15 +139,17 @@ class TextStarts:
         return len(self.starts)
 
     def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Return "", since long texts are cut and not left out. Compare `PromptRows.left_out`."""
+        """Return "": no text is left out, since long ones are cut. No argument has an effect; `PromptRows` has the same
+        method."""
         return ""
 
     def covered(self, tokens: int) -> bool:
-        """Return True, since texts are cut to any length."""
+        """Return True, since texts are cut to any number of tokens."""
         return True
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return pairs (domain, token ids of a prompt) for at most `count` random texts per domain."""
+        """Return pairs (domain, token ids of a prompt): at most `count` per domain, of texts chosen at random. tokens:
+        the most tokens of a prompt. seed: of the choice."""
         generator, prompts = torch.Generator().manual_seed(seed), []
         domains: list[str] = list(self.starts["domain"])
         for domain in sorted(set(domains)):
@@ -152,30 +160,35 @@ class TextStarts:
         return prompts
 
     def each(self, tokens: int) -> list[list[int]]:
-        """Return the token ids of each text's prompt, in order."""
+        """Return the token ids of each text's prompt, at most `tokens` of each, in the order of the texts."""
         return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
     def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
-        """Return the texts whose prompt is not `splits.shared` with one of the prompts `learnt`, with a remark that
-        counts the texts left out. tokens: the most tokens of a prompt."""
+        """Return the texts whose prompt shares no prefix with a training prompt: neither is equal to the other or
+        begins with it (`splits.shared`). A remark counts the texts left out.
+
+        learnt: token ids of the training prompts. tokens: the most tokens of a prompt. Raises ValueError if no text
+        remains.
+        """
         common = _common(self.each(tokens), learnt, tokens)
         rest = self.starts.select([place for place, shared in enumerate(common) if not shared])
         return replace(self, starts=rest, remarks=(*self.remarks, *_apart(common, tokens)))
 
     def several(self, tokens: int, seed: int) -> list[list[int]]:
-        """Return the token ids of all prompts, in random order."""
+        """Return the token ids of all prompts, in random order. tokens: the most tokens of a prompt. seed: of the
+        order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
         return [ids[:tokens] for ids in encoded(self.starts[order]["text"], self.tokenizer)]
 
     def domains(self, tokens: int) -> dict[tuple[int, ...], str]:
-        """Return the domain of each prompt, keyed by the prompt's token ids. It is empty if all prompts have the same
-        domain."""
+        """Return the domain of each prompt, keyed by the prompt's token ids; {} if all prompts have the same domain.
+        tokens: the most tokens of a prompt."""
         domains: list[str] = list(self.starts["domain"])
         return dict(zip(map(tuple, self.each(tokens)), domains, strict=True)) if len({*domains}) > 1 else {}
 
     def units(self, tokens: int) -> dict[tuple[int, ...], int]:
         """Return the number of each prompt's document, keyed by the prompt's token ids. Pieces of one document are not
-        independent of each other."""
+        independent of each other. tokens: the most tokens of a prompt."""
         rows = self.starts
         documents = rows["document"] if "document" in rows.column_names else range(len(rows))
         return dict(zip(map(tuple, self.each(tokens)), documents, strict=True))
@@ -195,8 +208,9 @@ def said_of_rows(sources: Mapping[str, Source], tokens: int, key: str = "rollout
 
 
 def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
-    """Return, for each prompt, whether it is `splits.shared` with one of the prompts `learnt`. Raises ValueError if all
-    are."""
+    """Return, for each prompt, whether it shares a prefix with a training prompt: one is equal to the other or begins
+    with it. prompts, learnt: token ids of each prompt and of each training prompt. tokens: the most tokens of a prompt,
+    for the message. Raises ValueError if all prompts do."""
     both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
@@ -233,7 +247,7 @@ def start_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def prompt_rows(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase) -> PromptRows:
-    """Return texts as whole prompts, tokenized and without completions. texts: rows (text, domain)."""
+    """Return each text as a whole prompt, tokenized, without a completion. texts: rows (text, domain)."""
     ids = encoded(texts["text"], tokenizer)
     rows = [
         {"domain": domain, "prompt": one, "completion": []} for domain, one in zip(texts["domain"], ids, strict=True)
@@ -251,13 +265,13 @@ def _lengths(prompts: PromptRows) -> list[list[int]]:
 
 
 def prompt_tokens(train: Source | None, room: int, others: Iterable[Source] = ()) -> int:
-    """Return the limit of the prompt length, in tokens, to use for rollout.prompt_tokens=0.
+    """Return the most tokens of a prompt that rollout.prompt_tokens=0 stands for.
 
-    train: the training prompts, or None for the embedded corpora. If they are not whole prompts, the limit is
+    train: the training prompts, or None for the embedded corpora. If they are not whole prompts, the result is
     `SHORTEST`. Otherwise it is the lowest multiple of `STEP` that admits the share `COVERED` of each domain's training
-    prompts, and at least one prompt of each domain in `others`, the splits to measure on.
-
-    room: how many tokens of the context are left for prompts. The limit is at least `SHORTEST`, and at most `room`.
+    prompts, and at least one prompt of each domain in `others`. It is then at least `SHORTEST`, and at most `room`.
+    room: how many tokens of the context are left for prompts.
+    others: the prompts of the splits to measure on.
     """
     if not isinstance(train, PromptRows):
         return SHORTEST

@@ -42,10 +42,10 @@ BLANK = "it holds no text"  # many rows of a corpus are so: they do not stop a r
 @dataclass(frozen=True)
 class DataRow:
     """The content of a row of the user's data. It is one of three: `messages`, which the chat template renders; a
-    prompt and its completion; or a text. The last two are used as they are.
+    prompt with its completion ("" without one); or a text. The last two are used as they are.
 
-    place: where the row is, for messages to the user. columns: the names of the columns that were read. unread: the
-    names of the other columns with a value.
+    place: where the row is ("own.jsonl, line 3"), for messages to the user. columns: the names of the columns that were
+    read. unread: the names of the other columns with a value.
     """
 
     place: str
@@ -159,7 +159,7 @@ def conversation(value: Any) -> list[Message]:
     objects.
 
     value: a list of messages with the keys of OpenAI's API or of ShareGPT, or such a list as JSON text. Raises
-    ValueError for any other value.
+    ValueError for anything else.
     """
     value = decoded("messages", value)
     if not isinstance(value, list) or not value or not all(isinstance(one, Mapping) for one in value):
@@ -204,8 +204,8 @@ def decoded(who: str, value: Any) -> Any:
 
 
 def _answer(left: dict[str, Any]) -> list[Message]:
-    """Return the messages of the completion, or [] if there is none. Columns of the completion are removed from `left`.
-    Raises ValueError if two of them differ."""
+    """Return the messages of the completion in a row, or [] if there is none. left: the row's values by column; columns
+    of the completion are removed from it, in place. Raises ValueError if two such columns have different content."""
     given = {name: left[name] for name in COMPLETION if name in left}
     for name in given:
         del left[name]
@@ -219,8 +219,8 @@ def _answer(left: dict[str, Any]) -> list[Message]:
 
 
 def _plain(messages: list[Message]) -> dict[str, Any]:
-    """Return {"prompt", "completion"} for a user's message and its answer; no chat template renders them. Raises
-    ValueError if there are other messages."""
+    """Return {"prompt", "completion"} of a user's message and its answer, as texts that no chat template renders.
+    Raises ValueError if there are other messages."""
     if [one["role"] for one in messages] not in (["user"], ["user", "assistant"]):
         raise ValueError(
             "without a chat template only one message of a user, with or without its answer, can be read: leave "
@@ -228,7 +228,8 @@ def _plain(messages: list[Message]) -> dict[str, Any]:
         )
     if any("tool_calls" in one for one in messages):
         raise ValueError(
-            "message 2 calls tools, which only a chat template can render: drop data.chat=false, or use another target"
+            "message 2 calls tools, which only a chat template can render: leave data.chat=false out, or name a target "
+            "whose tokenizer has a chat template"
         )
     prompt, *said = (one["content"] for one in messages)
     return {"prompt": prompt, "completion": said[0] if said else ""}
@@ -246,8 +247,8 @@ def _text(name: str, value: Any) -> str:
 
 @dataclass(frozen=True)
 class Skipped:
-    """Rows or answers that are left out. reasons: how many are left out, by reason. first: where the first of them is,
-    by reason."""
+    """Rows or answers that are left out. reasons: their number, keyed by reason. first: the place of the first one,
+    keyed by reason."""
 
     reasons: Counter[str]
     first: dict[str, str]
@@ -276,8 +277,9 @@ def nothing_skipped() -> Skipped:
 
 
 def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
-    """Return lines for the user: which columns were read, how prompts are used, and which rows were left out. total:
-    the number of rows, including skipped ones."""
+    """Return lines for the user: which columns were read, how prompts are used, and which rows were left out. rows: the
+    rows that were read. reader: what read them. skipped: the rows left out. total: the number of rows, including
+    skipped ones."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
     lines = [
@@ -306,14 +308,14 @@ def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
 
 
 def _counted(columns: Mapping[str, int], rows: int) -> str:
-    """Return the names of columns as text. A column that is not in all rows is followed by its count. columns: count by
-    name."""
+    """Return the names of columns as text. A column that is not in all rows is followed by its count. columns: the
+    number of rows that have each column. rows: the number of all rows."""
     return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
 
 
 def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
     """Return the rows. If some are prompts and others are texts, return only the prompts, and add the texts to
-    `skipped`."""
+    `skipped`, in place."""
     rows = list(rows)
     if all(row.text for row in rows):
         return rows

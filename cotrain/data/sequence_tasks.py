@@ -61,8 +61,8 @@ class SequencePair:
 def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Return rows (source, output, domain) of a split, with distinct sources. The domain is the task.
 
-    max_bytes: how many bytes of documents to read, for the corpora "code" and "records"; other corpora have no tasks.
-    split: "train" or "held_out". Raises the errors of `embedded`, and ValueError if there is no pair.
+    max_bytes: how many bytes of documents to read, keyed by corpus: "code" and "records"; other corpora have no tasks.
+    split: "train" or "held_out". Raises ValueError for any other split or corpus, and if there is no pair.
     """
     held_out = set()
     if split == "train":
@@ -128,8 +128,8 @@ def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:
 
 
 def sentences(text: str) -> Iterator[SequencePair]:
-    """Yield one pair of the task `sentence` for each record. text: a document from `corpora.records`, which consists of
-    JSON objects separated by line ends."""
+    """Yield one pair of the task `sentence` for each record in a document. text: the document, from `corpora.records`;
+    it consists of JSON objects separated by line ends."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
         record, end = decoder.raw_decode(text, at)
@@ -139,7 +139,8 @@ def sentences(text: str) -> Iterator[SequencePair]:
 
 
 def sentence(record: dict[str, Any], rng: random.Random) -> str:
-    """Return an English sentence with the content of a record from `corpora.records`. rng chooses the phrasing."""
+    """Return an English sentence with the content of a record. record: one JSON object of a document from
+    `corpora.records`. rng chooses the phrasing."""
     if "order" in record:
         return _order(record, rng)
     if "sensor" in record:

@@ -131,10 +131,11 @@ def is_rollout(path: Path) -> bool:
 
 
 def prompt_origin(data: Data, split: str) -> dict[str, Any]:
-    """Return a JSON value that identifies the origin of a split's prompts: the settings and the files.
+    """Return a JSON object that identifies the origin of a split's prompts: the settings and the files. Two equal
+    objects mean the same prompts. split: "train", "held_out" or "final".
 
     Whole files are hashed. Streamed files are identified by size and modification time. For the embedded corpora the
-    value has only their sizes, because the texts may differ between machines.
+    object has only their sizes in bytes, because the texts may differ between machines.
     """
     if data.path is None:
         return {"path": "embedded", "bytes": dict(data.bytes if split == "train" else data.held_out_bytes)}
@@ -153,7 +154,8 @@ def prompt_origin(data: Data, split: str) -> dict[str, Any]:
 
 
 def _revision(data: Data) -> str:
-    """Return the name, config and current revision of a hub data set as text. Raises the errors of `read_data`."""
+    """Return the name, config and current revision of the hub data set in data.path, as one text. Raises ValueError,
+    which names the key to change, if the data set cannot be read."""
     try:
         builder = datasets.load_dataset_builder(str(data.path), name=data.config)
     except UNREADABLE as error:
@@ -185,8 +187,9 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of the files, see `read_data`. files: path by name; the name becomes part of
-    `place`. Raises the errors in `UNREADABLE`."""
+    """Yield (place, row) for each row of the files. place: where the row is, such as "own.jsonl, line 3". A row is a
+    mapping; a line that is not JSON is yielded as text. files: path by name; the name becomes part of `place`. Raises
+    the errors in `UNREADABLE`."""
     readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
         for number, row in readers.get(extension_of(path) or "", _json)(name, path):
@@ -194,7 +197,7 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(path: Path) -> Any:
-    """Return an open file from which decompressed bytes are read."""
+    """Return an open binary file whose content is decompressed as it is read."""
     return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
 
 
@@ -301,10 +304,10 @@ def _reason(data: Data, error: BaseException) -> str:
 
 @dataclass
 class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """N packed blocks of T tokens each.
+    """N blocks of T tokens each, cut from a stream of texts. A block may have parts of several texts (packed).
 
-    ids (N, T): token ids. domain (N,): indices into `domains`. position_ids (N, T): the position of each token in its
-    text; None if each block is one text.
+    ids (N, T): token ids. domain (N,): each block's index into `domains`. position_ids (N, T): the position of each
+    token in its text; None if each block is one text.
     """
 
     ids: torch.Tensor
@@ -320,8 +323,9 @@ class Blocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
-    """Return rows (text, domain) from the embedded corpora. max_bytes: how many bytes to read per domain, see
-    `embedded`. split: "train" or "held_out"."""
+    """Return rows (text, domain) of the embedded corpora. max_bytes: how many bytes of UTF-8 text to read, keyed by
+    domain. split: "train" or "held_out". Raises ValueError for any other domain or split, or if a domain has no
+    document."""
     rows = [
         {"text": document.text, "domain": domain}
         for domain, size in max_bytes.items()
@@ -332,7 +336,12 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 
 
 def source_of(data: Data, split: str, template: Template, encoder: bool = False) -> Source:
-    """Return the prompts of one split, see `sources_of`."""
+    """Return the prompts of one split: rows that are whole prompts, or texts that begin with a prompt.
+
+    data: the settings of the data. split: "train", "held_out", "final" or `splits.ALL_ROWS`. template: renders the
+    messages of rows. encoder: whether the target has an encoder; each row is then one whole encoder input. Raises
+    ValueError, which names the key to change, if the data cannot be read or the split has no row.
+    """
     return sources_of(data, (split,), template, encoder)[split]
 
 
@@ -341,14 +350,14 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 
     Args:
         data: the settings of the data. data.path=null selects the embedded corpora.
-        splits: some of `splits.SPLITS`, to which a hash assigns the user's rows; `splits.ALL_ROWS` stands for all rows.
-            The embedded corpora have no split "final".
+        splits: some of "train", "held_out" and "final", to which a hash assigns the user's rows; `splits.ALL_ROWS`
+            stands for all rows. The embedded corpora have no split "final".
         template: renders the messages of rows.
         encoder: whether the target has an encoder. Each row is then one whole encoder input; with the embedded corpora
-            these are the tasks of `sequence_tasks`.
+            these are the inputs of the sequence tasks.
 
-    Raises the errors of `read_data`, and ValueError if more than a tenth of the rows cannot be read, or if a split has
-    none.
+    Raises ValueError, which names the key to change, if the data are missing or unreadable, if more than a tenth of the
+    rows cannot be read, or if a split has none.
     """
     if data.path is None:
         return {split: _embedded(data, split, template.tokenizer, encoder) for split in splits}
@@ -397,10 +406,13 @@ def sources_of(data: Data, splits: Collection[str], template: Template, encoder:
 def sources_apart(
     data: Data, splits: Collection[str], template: Template, encoder: bool, limit: Callable[[Mapping[str, Source]], int]
 ) -> dict[str, Source]:
-    """Return the rows of `sources_of`. If both "train" and "held_out" are among the splits, held-out prompts that begin
-    like a training prompt are left out.
+    """Return the rows of each split, keyed by split: prompts, or texts that begin with a prompt (`sources_of`). If both
+    "train" and "held_out" are among the splits, held-out prompts that share a prefix with a training prompt are left
+    out.
 
-    limit: a function that returns the most tokens of a prompt. Its argument is the result of `sources_of`.
+    data: the settings of the data. template: renders the messages of rows. encoder: whether the target has an encoder.
+    limit: a function from the rows of each split to the most tokens of a prompt; longer prompts are not compared.
+    Raises ValueError, which names the key, if the data cannot be read or a split has no row left.
     """
     sources = sources_of(data, splits, template, encoder)
     tokens = limit(sources)
@@ -424,8 +436,9 @@ def _texts(rows: Sequence[DataRow], tokenizer: PreTrainedTokenizerBase) -> TextS
 
 
 def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: Skipped) -> PromptRows:
-    """Return the prompts of rows, with their completions. A row that the chat template cannot render is added to
-    `skipped`. An answer that cannot be used is added to `lost`, and its prompt has no completion."""
+    """Return the prompts of rows, with their completions. Two arguments are changed in place: a row that the chat
+    template cannot render is added to `skipped`, and an answer that cannot be used is added to `lost`. The prompt of
+    such an answer has no completion."""
     sources = list[dict[str, Any]]()
     for unit, row in enumerate(rows):
         try:
@@ -453,7 +466,8 @@ def _cut(texts: datasets.Dataset) -> datasets.Dataset:
 
 
 def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
-    """Tokenize the texts of each domain into one stream, and return the streams cut into blocks of `length` tokens.
+    """Tokenize the texts of each domain into one stream, and return the streams cut into blocks of `length` tokens. The
+    last tokens of a stream, too few for a block, are dropped.
 
     texts: rows (text, domain). Each text begins with the tokenizer's start token, or its end token if the tokenizer
     writes no start token. Raises ValueError if the texts fill less than one block, or if the tokenizer has no end
@@ -471,7 +485,8 @@ def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, len
 
 
 def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
-    """Raise the errors of `pack_blocks`. Texts are tokenized only until one block is full."""
+    """Raise ValueError if `pack_blocks` would: the texts fill less than one block of `length` tokens, or the tokenizer
+    has no end token. Texts, rows (text, domain), are tokenized only until one block is full."""
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "target.path: its tokenizer has no end token to separate texts: set eos_token in tokenizer_config.json"
@@ -504,8 +519,8 @@ def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) ->
 
 
 class SeededOrder(Sampler[int]):
-    """Endless shuffled indices below `size`. They depend only on the seed and the epoch. start: how many indices are
-    skipped at first."""
+    """Endless shuffled indices from 0 to `size` - 1; each epoch has all of them. They depend only on the seed and the
+    epoch. start: how many indices are skipped at first."""
 
     def __init__(self, size: int, seed: int, start: int = 0) -> None:
         self.size, self.seed, self.start = size, seed, start

@@ -18,8 +18,8 @@ Prompt = list[int]
 
 
 def split_of(content: str) -> str:
-    """Return the split of a row of the user's data. A hash of `content` decides it, so equal rows are in the same
-    split."""
+    """Return the split of a row of the user's data: "train", "held_out" or "final". A hash of `content`, the row's
+    text, decides it, so equal rows are in the same split."""
     place = _hash(content) % 100
     for name, percent in PERCENT.items():
         if place < percent:
@@ -33,11 +33,11 @@ def _hash(content: str) -> int:
 
 
 def splits_of(contents: Sequence[str]) -> list[str]:
-    """Return the split of each row of a data set. contents: one text per row, whose hash decides the split.
+    """Return the split of each row of a data set: "train", "held_out" or "final". contents: one text per row.
 
-    Each row's split is `split_of` its content, unless held_out or final would have fewer than `LEAST` different rows.
-    That split then also gets the training rows with the lowest hashes. If no training row is left, it gets rows of the
-    other split.
+    A hash of the text decides the split (`split_of`). If held_out or final would then have too few different rows, that
+    split also gets the training rows with the lowest hashes or, if none is left, rows of the other split. Too few is
+    less than `LEAST`, or in a small data set less than one row in `PART`.
     """
     split = {content: split_of(content) for content in contents}
     least = min(LEAST, len(split) // PART)
@@ -49,13 +49,14 @@ def splits_of(contents: Sequence[str]) -> list[str]:
 
 
 def in_split(contents: Sequence[str], split: str) -> list[int]:
-    """Return the indices of the rows in a split, see `splits_of`, or of all rows for `ALL_ROWS`. contents: one text per
-    row."""
+    """Return the indices (0-based) of the rows in `split`, as `splits_of` assigns them; of all rows if `split` is
+    `ALL_ROWS`. contents: one text per row."""
     return [row for row, own in enumerate(splits_of(contents)) if split in (own, ALL_ROWS)]
 
 
 def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """Return each prompt for which some prompt in `others` is equal, begins with it, or is a prefix of it."""
+    """Return the prompts, in order, that share a prefix with a prompt in `others`: one of the two is equal to the
+    other, or begins with it. A prompt is a list of token ids."""
     ordered = sorted(others)
     whole, sizes = {tuple(other) for other in others}, sorted({len(other) for other in others})
 
@@ -70,20 +71,22 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
-    """Return the distinct prompts, in order, that are not `shared` with one of `others`."""
+    """Return the distinct prompts, in order, that share no prefix with a prompt in `others`: neither is equal to the
+    other, or begins with it."""
     common = {tuple(prompt) for prompt in shared(prompts, others)}
     return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts)) if prompt not in common]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts to measure on. Raises ValueError if `ranking` or `final` is empty, or if a prompt is `shared` by both.
+    """Prompts to measure on, as token ids. Raises ValueError if `ranking` or `final` is empty, or if a prompt of one is
+    equal to a prompt of the other or begins with it.
 
     Args:
         ranking: prompts used to rank checkpoints and draft lengths.
         final: prompts on which the exported draft is timed and checked.
         source: "own" (the user's data) or "shipped".
-        domains: the domain of each prompt, keyed by its token ids; empty if all prompts have the same domain.
+        domains: the domain of each prompt, keyed by its token ids; {} if all prompts have the same domain.
     """
 
     ranking: Sequence[Prompt]
@@ -102,8 +105,8 @@ class Prompts:
 
 
 def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) -> None:
-    """Raise ValueError if a final prompt is `shared` with one of `others`. used: what `others` were used for, for the
-    message, such as "rank checkpoints"."""
+    """Raise ValueError if a final prompt is equal to one of `others`, begins with it, or is a prefix of it. used: what
+    `others` were used for, for the message, such as "rank checkpoints"."""
     common = shared(final, others)
     if common:
         raise ValueError(
@@ -113,11 +116,11 @@ def refuse_shared(final: Sequence[Prompt], others: Sequence[Prompt], used: str) 
 
 
 def apart(ranking: Sequence[Prompt], final: Sequence[Prompt], learnt: Sequence[Prompt], source: str) -> Prompts:
-    """Return the prompts of a run, made disjoint, since texts of different splits may begin with the same prompt.
+    """Return the prompts to measure on, made disjoint: texts of different splits may begin with the same prompt.
 
-    A final prompt is dropped if it is also a ranking or training prompt. A ranking prompt from the user's data is
-    dropped if it is also a training prompt. learnt: the training prompts. source: "own" or "shipped". Raises the errors
-    of `Prompts`.
+    A final prompt is dropped if it shares a prefix with a ranking or training prompt. A ranking prompt from the user's
+    data is dropped if it shares a prefix with a training prompt. learnt: the training prompts. source: "own" (the
+    user's data) or "shipped". Raises ValueError if no ranking or no final prompt remains.
     """
     ranking = without(ranking, learnt) if source == "own" else ranking
     prompts = Prompts(ranking, without(final, [*ranking, *learnt]), source)

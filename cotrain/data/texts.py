@@ -28,8 +28,9 @@ class Texts:
     Args:
         ids (N, T): token ids, padded with 0 on the right.
         prompt (N,), length (N,): the number of tokens in the prompt, and in the whole text.
-        domain: the domain of each text.
-        position_ids (N, T): positions, for rows that consist of several packed texts, see `Blocks`; None otherwise.
+        domain: the domain of each of the N texts.
+        position_ids (N, T): if rows consist of several packed texts, the position of each token in its own text; None
+            otherwise.
         temperature (N,), or () for one value: the target's temperature in the loss.
         whole: whether the tokens of prompts count in the loss too.
         source (N, S): the input of the encoder in an encoder-decoder, as token ids padded with `NO_ID` on the right.
@@ -50,26 +51,26 @@ class Texts:
         return len(self.ids)
 
     def at(self, temperature: float, whole: bool = False) -> Self:
-        """Return the same texts, all with one temperature. whole: see the class."""
+        """Return the same texts, all with this temperature. whole: whether tokens of prompts count in the loss too."""
         return replace(self, temperature=torch.tensor(float(temperature)), whole=whole)
 
     def in_turn(self, temperatures: Sequence[float]) -> Self:
-        """Return the same texts. Text i gets temperatures[i modulo their number]. With several temperatures, tokens of
-        prompts do not count in the loss."""
+        """Return the same texts; text i gets temperature number i modulo the number of `temperatures`. The tokens of
+        prompts then do not count in the loss."""
         if len(temperatures) == 1:
             return self.at(temperatures[0])
         each = torch.tensor(temperatures, dtype=torch.float32)
         return replace(self, temperature=each[torch.arange(len(self)) % len(each)], whole=False)
 
     def evenly(self, count: int) -> list[int]:
-        """Return the indices of `count` texts, evenly spaced within each domain, or of all texts if there are fewer.
-        Each domain has its proportional share, up to one text."""
+        """Return the indices of `count` texts, in ascending order, or of all texts if there are fewer. Each domain gets
+        its share of the count, rounded up or down, evenly spaced within the domain."""
         by_domain = sorted(range(len(self)), key=self.domain.__getitem__)
         count = min(count, len(self))
         return sorted(by_domain[i * len(self) // count] for i in range(count))
 
     def spread(self, count: int) -> Self:
-        """Return the texts at the indices `evenly(count)`."""
+        """Return `count` of the texts, evenly spaced within each domain, or all texts if there are fewer."""
         return self.rows(self.evenly(count))
 
     def rows(self, chosen: Sequence[int]) -> Self:
@@ -89,14 +90,14 @@ class Texts:
         )
 
     def hashes(self) -> list[str]:
-        """Return a hash of each text, including its encoder input."""
+        """Return one hash per text, of its token ids and, with an encoder, of its encoder input."""
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
         if self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
         return list(map(_hash, rows))
 
     def prompt_hashes(self) -> list[str]:
-        """Return a hash of each prompt's token ids."""
+        """Return one hash per text, of the token ids of its prompt."""
         return list(map(_hash, self.prompts))
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -127,7 +128,8 @@ class Texts:
 
 
 def of_blocks(blocks: Blocks) -> Texts:
-    """Return packed corpus blocks as texts with a prompt of one token, so that every later token counts in the loss."""
+    """Return packed corpus blocks as texts. The first token of a block is its prompt, so that every later token counts
+    in the loss."""
     n, width = blocks.ids.shape
     domains = [blocks.domains[index] for index in blocks.domain.tolist()]
     first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
@@ -141,8 +143,8 @@ def none() -> Texts:
 
 
 def joined_texts(sets: Sequence[Texts]) -> Texts:
-    """Return all texts of several sets as one set, padded on the right to the same length. All sets must have the same
-    `whole`."""
+    """Return the texts of several sets as one set, in the order of the sets, padded on the right to the longest. All
+    sets must have the same `whole`, and no packed texts: position_ids of the result is None."""
     width = max(texts.ids.shape[1] for texts in sets)
     ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
     prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
@@ -180,10 +182,11 @@ def shared_texts(texts: Texts, shares: Mapping[str, float]) -> Texts:
 
 
 class Learnt(Dataset[dict[str, Tensor]]):
-    """A data set of texts. first: the key of the first text; keys are consecutive numbers.
+    """A data set of texts for training. first: the key (number) of the first text; the keys of the others follow.
 
-    A batch has ids (B, T), predicted and sampled (B, T-1) bool, temperature (B,) and key (B,). It also has position_ids
-    (B, T) if texts are packed, and source (B, S) if the target has an encoder.
+    A batch is a dictionary with ids (B, T); predicted (B, T-1) bool, whether the loss counts token t+1; sampled (B,
+    T-1) bool, whether the target sampled token t+1; temperature (B,); and key (B,). It also has position_ids (B, T) if
+    texts are packed, and source (B, S) if the target has an encoder.
     """
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
@@ -219,8 +222,8 @@ class Strided(Sampler[int]):
 
 
 class Curriculum(Sampler[int]):
-    """Shuffled endless indices into two sets of texts, concatenated. The first `first` indices are from the first set,
-    all later ones from the second.
+    """Endless indices, in shuffled order, into two concatenated sets of texts. The first `first` indices are from the
+    first set, all later ones from the second.
 
     sizes: the number of texts in each set. start: how many indices are skipped. The order depends on the seed alone, so
     a resumed run reads the same texts as an uninterrupted one.

@@ -29,7 +29,7 @@ def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> 
     acceptance by depth, if the draft's distribution depends on the depth; and for each text the hashes of text and
     prompt, its length in tokens, and its expected target calls at k = 4 and 8.
 
-    scores, held_out: keyed by temperature.
+    scores: on all held-out texts, keyed by temperature. held_out: these texts, keyed by temperature.
     """
     return {
         f"{temperature:g}": {
@@ -70,8 +70,8 @@ class Gain:
 
 
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the figures of all runs in a folder, as label -> list of runs, ordered by seed. Raises UserError if there
-    are none.
+    """Return the figures of all runs in a folder, as label -> list of the runs' figures, ordered by seed. Raises
+    UserError if there are none.
 
     Runs with the same label are pooled only if their settings differ in seeds alone. Otherwise the settings that differ
     are added to the label, as in `kl,draft.kind=eagle`.
@@ -96,7 +96,7 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _of_stage(file: Path, folder: Path) -> bool:
-    """Return whether a file of figures belongs to one stage of a joint training in `folder`, and not to a whole run."""
+    """Return whether a file of figures below `folder` is of one stage of a joint training, not of a whole run."""
     within = [place for place in file.parent.parents if place == folder or folder in place.parents]
     return not (file.parent / MARKER).is_file() and any((place / MARKER).is_file() for place in within)
 
@@ -116,7 +116,8 @@ def _settings_of(folder: Path) -> dict[str, Any]:
 
 
 def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
-    """Return, by label, why `compare` leaves out the runs with this label. runs, baseline: see `compare`."""
+    """Return, by label, why `compare` leaves out the runs with this label. runs: label -> the figures of its runs, from
+    `read_runs`. baseline: the label to compare with, or a part that only this label has."""
     baseline = named(baseline, runs)
     base = [run["texts"] for run in runs[baseline]]
     reasons = {}
@@ -141,7 +142,10 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
 
 def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, for each k in `DEPTHS` and each temperature that all runs of
-    both labels have. runs: as `read_runs` returns them. baseline: see `named`.
+    both labels have.
+
+    runs: label -> the figures of its runs, from `read_runs`. baseline: a label, or a part (`loss=kl` or `kl`) that only
+    one label has.
 
     Runs are paired with the baseline's runs by seed or, if no seed is in common, in the order of their seeds. The two
     runs of a pair are compared on the texts on which both were evaluated, and all pairs use equally many texts. Each
@@ -203,14 +207,15 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
 def _rows(
     mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str
 ) -> tuple[list[tuple[Any, Any]], list[list[tuple[int, int]]]]:
-    """Return the pairs of figures at a temperature, and for each pair the rows of their common texts, see
-    `_aligned`."""
+    """Return two lists: the pairs of runs' figures at a temperature, and for each pair the rows (i, j) of the texts
+    that both runs have, equally many for all pairs. mine, base: the runs of one label and of the baseline."""
     pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in paired(mine, base)]
     return pairs, _aligned(pairs)
 
 
 def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Return pairs of runs with the same seed. If the two sides have no seed in common, pair them in order."""
+    """Return pairs of runs with the same seed, one of `mine` and one of `base`. If the two sides have no seed in
+    common, pair them in the order of their seeds."""
     ours, theirs = map(_by_seed, (mine, base))
     return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
 
@@ -250,8 +255,8 @@ def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
 
 
 def gains_table(gains: Sequence[Gain], baseline: str, absent: Mapping[str, str]) -> str:
-    """Return the gains as a table, and one line for each label that was left out. absent: reason by label, from
-    `left_out`."""
+    """Return the gains as a table for the user, and one line for each label that was left out. baseline: the label that
+    was compared with. absent: the reason for each label that was left out."""
     wide = max([len("label"), *(len(gain.label) for gain in gains)])
     lines = [
         f"{'T':>4}  {'k':>2}  {'label':<{wide}} seeds texts  alpha     kl  H(q)    ECE    tau  over {baseline} "

@@ -26,7 +26,8 @@ def divergence(
     temperature of these texts. If the draft's distribution depends on the depth, the figures are for the first drafted
     token of a round.
 
-    decode: token ids -> text. read: a function that is called after each batch with its number of texts.
+    head_target: the target's head, states (n, D) -> logits (n, V). decode: token ids -> text. read: a function that is
+    called after each batch with its number of texts.
 
     The result has these entries. positions: their number. mean: the mean total variation. lorenz[i]: the share of the
     whole sum that the worst i / 20 of all positions contribute. worst: the worst positions, at most one per text, each

@@ -27,7 +27,8 @@ DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
 class HeldOut:
     """Held-out texts in one regime, with the target's states, which are the same for every draft.
 
-    states: layer -> (N, T, D). truncate: the regime's top-k / top-p cut, see `chunked`; None without one.
+    states: layer -> (N, T, D). temperature: the regime's. truncate: a function that sets the logits cut by the regime's
+    top-k / top-p to -inf, (n, V) -> (n, V); None without a cut.
     """
 
     texts: Texts
@@ -41,7 +42,8 @@ class HeldOut:
         return {layer: states[rows].to(device) for layer, states in self.states.items()}
 
     def spread(self, count: int) -> "HeldOut":
-        """Return `count` texts, spread evenly over the domains (see `Texts.evenly`), or all if there are fewer."""
+        """Return `count` texts, evenly spaced within each domain, or all if there are fewer. Each domain has its share
+        of the count."""
         rows = self.texts.evenly(count)
         states = self.at(torch.tensor(rows), self.states[LAST].device)
         return HeldOut(self.texts.rows(rows), states, self.temperature, self.truncate)
@@ -51,7 +53,7 @@ class HeldOut:
 
     @property
     def hidden(self) -> Tensor:
-        """Return the target's last states (N, T-1, D) at the positions that predict a token."""
+        """Return the target's last states (N, T-1, D): entry t predicts token t+1 of a text."""
         return self.states[LAST][:, :-1]
 
 
@@ -60,14 +62,15 @@ class Scores:
     """Figures for N texts of at most L sampled tokens. Means are over all sampled tokens.
 
     l (N, L): log q - log p of each sampled token; 0 past a text's length.
-    r_greedy (N, L): whether the token is the draft's most probable one. This is its acceptance in greedy drafting.
+    r_greedy (N, L): 1 if the token is the draft's most probable one, else 0. This is its acceptance in greedy drafting.
     confidence (N, L): the draft's probability of its most probable token.
     lengths (N,): the number of sampled tokens per text. alpha, alpha_greedy = p(argmax q), kl and entropy of q (nats):
     means.
 
-    If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K), see `acceptance`, and
-    the means are for the first drafted token of a round. alphas: the mean alpha at each of the K depths, NaN at a depth
-    for which no text is long enough; () if the distribution does not depend on the depth.
+    If the draft's distribution depends on the depth, l, r_greedy and confidence are (N, L, K): entry [i, t, j] is for
+    token t as draft j (0-based) of a round that begins j tokens earlier. The means are then for the first drafted token
+    of a round. alphas: the mean alpha at each of the K depths, NaN at a depth for which no text is long enough; () if
+    the distribution does not depend on the depth.
     """
 
     l: Tensor
@@ -108,8 +111,8 @@ class Scores:
         return float(tau(self.r, self.drafted(k), self.lengths))
 
     def accepted(self, k: int) -> tuple[list[float], list[float]]:
-        """Return prefix and conditional acceptance at depths 1 .. k, as two lists of k values, see
-        `predict_chain.depths_from`."""
+        """Return two lists of k values, for depths 1 .. k: the prefix acceptance, P(the first i drafts are accepted),
+        and the conditional acceptance, P(draft i is accepted if all before it are)."""
         prefix, conditional = predict_chain.depths_from(predict_chain.reach(self.r, k, self.lengths), k, self.lengths)
         return prefix.tolist(), conditional.tolist()
 
@@ -120,7 +123,8 @@ class Scores:
 
     @property
     def calibration(self) -> float:
-        """Return the expected calibration error of the first drafted token, see `calibration_error`."""
+        """Return the expected calibration error of the first drafted token: how far its probability under the draft
+        differs from the rate at which it is the text's token."""
         sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
         return calibration_error(sure[self.inside], hit[self.inside])
 
@@ -129,8 +133,11 @@ class Scores:
 def held_out(
     read_target: Reader, texts: Texts, temperature: float, truncate: Truncate | None = None, batch: int = 16
 ) -> HeldOut:
-    """Return the texts with the target's states, which all later evaluations share. read_target: token ids -> states by
-    layer. batch: texts per pass."""
+    """Return the texts with the target's states, which all later evaluations share.
+
+    read_target: a function ids (B, T) -> states (B, T, D) by layer. temperature, truncate: the regime; truncate sets
+    the logits cut by top-k / top-p to -inf, None without a cut. batch: texts per pass.
+    """
     records = [read_target(*texts.read(part)) for part in torch.arange(len(texts)).split(batch)]
     states = {layer: torch.cat([record[layer].cpu() for record in records]) for layer in records[0]}
     return HeldOut(texts, states, temperature, truncate)
@@ -139,16 +146,17 @@ def held_out(
 def evaluate(
     held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
 ) -> dict[str, Scores]:
-    """Return the scores by domain, in alphabetical order, and last those for all texts together, under "all". scored: a
-    function that is called after each batch with its number of texts."""
+    """Return the draft's scores on held-out texts, keyed by domain in alphabetical order, and last those of all texts
+    together, under "all". head_target: the target's head, states (n, D) -> logits (n, V). scored: a function that is
+    called after each batch with its number of texts."""
     domains = sorted(set(held.texts.domain))
     scores = {domain: score(held, domain, student, head_target, scored=scored) for domain in domains}
     return scores | {"all": _pooled(list(scores.values()))}
 
 
 def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess], Record]:
-    """Return a student's guesses on some texts, and the target's states for these texts, by layer, on the student's
-    device. rows (n,): indices of the texts."""
+    """Return a student's guesses on some texts, and the target's states (n, T, D) for these texts, by layer, on the
+    student's device. rows (n,): indices of the texts."""
     device = student.network.device
     names = "ids", "position_ids", "source"
     batch = {name: value for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None}
@@ -158,7 +166,8 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
 
 
 def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
-    """Return all figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i.
+    """Return all figures by name: `quantity/domain`, or `quantity/domain/i` for depth i or draft length i (both
+    1-based). by_domain: the scores by domain, and of all texts under "all".
 
     Quantities over all positions: alpha, alpha_greedy_draft = p(argmax q), kl, entropy of q, calibration_error. By
     draft length 1 .. 8: tau under the token rule, tau_block under block verification, tau_greedy_draft for greedy
@@ -204,8 +213,9 @@ def score(
     batch: int = 16,
     scored: Callable[[int], None] | None = None,
 ) -> Scores:
-    """Return the scores of one domain's texts, from one teacher-forced pass of the draft. batch: texts per pass.
-    scored: see `evaluate`."""
+    """Return the scores of one domain's texts, from one teacher-forced pass of the draft. head_target: states (n, D) ->
+    logits (n, V). batch: texts per pass. scored: a function that is called after each batch with its number of texts.
+    """
     rows = torch.tensor([i for i, name in enumerate(held.texts.domain) if name == domain])
     parts = []
     for at in rows.split(batch):
@@ -223,8 +233,8 @@ def score(
 
 
 def drafts_by_depth(lengths: Tensor, depths: int) -> Tensor:
-    """Return (depths,): the number of tokens that rounds can draft at each depth (0-based), in texts of lengths (N,).
-    At depth j these are all tokens except the first j of each text."""
+    """Return (depths,): entry j is the number of tokens that a round can draft at depth j (0-based), summed over texts
+    of lengths (N,): all tokens of a text except its first j."""
     return (lengths.unsqueeze(1) - torch.arange(depths)).clamp(min=0).sum(0)
 
 
@@ -232,8 +242,8 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     """Compare draft and target on the texts with indices `at` (B,).
 
     Return a list of three tensors, (B, T) each, or (B, T, K) if the draft's distribution depends on the depth: l,
-    whether the token is the draft's most probable one, and max q. Return also (depths, 4): by depth, the sums of alpha,
-    p(argmax q), KL and entropy.
+    whether the token is the draft's most probable one, and max q. Entry t is for token t+1. Return also (K, 4), (1, 4)
+    without depths: the sums of alpha, p(argmax q), KL and entropy at each depth.
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
@@ -264,8 +274,8 @@ def _of_tokens(comparison: Comparison) -> list[tuple[Tensor, float]]:
 
 
 def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
-    """Return a grid (B, T) on the CPU: `values` (n,) at the flat positions `at` (n,), `never` where `mask` (B, T) is
-    True otherwise, and 0 where it is False."""
+    """Return a grid (B, T) on the CPU: the `values` (n,) at the flat positions `at` (n,), `never` at all other
+    positions where `mask` (B, T) bool is True, and 0 elsewhere."""
     values = values.cpu()
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape)
@@ -283,9 +293,9 @@ def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
-    """Return r, (N, T) or (N, T, K), with each row shifted left so that its first sampled token is in column 0. The
-    result has T - 1 columns, since the last position predicts no token. Values past a row's length have no meaning.
-    start (N,): the position that predicts each row's first sampled token."""
+    """Return r, (N, T) or (N, T, K), with each row shifted left so that its first sampled token is in column 0, as (N,
+    T-1) or (N, T-1, K): the last position predicts no token. Values past a row's length have no meaning. start (N,):
+    the position that predicts each row's first sampled token."""
     columns = torch.arange(r.shape[1] - 1) + start.unsqueeze(1)
     return r.take_along_dim(columns.clamp(max=r.shape[1] - 1).view(columns.shape + (1,) * (r.ndim - 2)), 1)
 

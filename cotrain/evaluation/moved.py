@@ -36,7 +36,7 @@ class Movement:
 
     kl: KL(original || moved) in nats. reverse: KL(moved || original) in nats.
     same: 1 if both have the same most probable token, else 0.
-    original, moved: the log-probability of the text's token. token: its id.
+    original, moved: the log-probability of the text's token under each target. token: its id.
     text: the index of the token's text. All of these are (N,).
     domain: the domain of each of the M texts.
     """
@@ -51,14 +51,16 @@ class Movement:
     domain: Sequence[str]
 
     def bound(self, confidence: float) -> float:
-        """Return an upper confidence bound on the mean KL in nats, see `upper_bound`. confidence: in (.5, 1)."""
+        """Return an upper confidence bound on the mean KL(original || moved) in nats, with texts as clusters; infinite
+        for fewer than two texts. confidence: in (.5, 1)."""
         return upper_bound(self.kl, self.text, confidence)
 
 
 @torch.no_grad()
 def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: Texts, batch: int = 8) -> Movement:
-    """Return how the distributions moved on some texts. original, moved: each target as a pair of functions, see
-    `target_model.served`. Only tokens after the prompts count. batch: texts per pass."""
+    """Return how the distributions moved on the tokens after the texts' prompts. original, moved: each target as two
+    functions, ids (B, T) -> states (B, T, D) by layer and last states -> logits (`target_model.served`). batch: texts
+    per pass."""
     parts: list[list[Tensor]] = []
     for rows in torch.arange(len(texts)).split(batch):
         ids, places, _ = texts.read(rows)
@@ -122,7 +124,7 @@ def movement_figures(one: Movement, confidence: float, decode: Callable[[list[in
     """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
     domain; how often both targets have the same most probable token; and how the KL is distributed over tokens.
 
-    confidence: the level of the bound. decode: token ids -> text.
+    one: the movement. confidence: the level of the bound, in (.5, 1). decode: token ids -> text.
     """
     of_text = [one.domain[text] for text in one.text.tolist()]
     domains = {}
@@ -151,8 +153,8 @@ def _summary(one: Movement, inside: Tensor) -> dict[str, Any]:
 
 
 def _lorenz(kl: Tensor) -> dict[str, float]:
-    """Return, for each share s of SHARES, the part of the total KL on the fraction s of tokens with the largest KL. kl
-    (N,)."""
+    """Return, for each share s of SHARES, the part of the total KL that falls on the fraction s of tokens with the
+    largest KL, keyed by s as text. kl (N,)."""
     ordered = kl.double().sort(descending=True).values.cumsum(0)
     return {
         f"{share:g}": float(ordered[max(int(share * len(kl)), 1) - 1] / ordered[-1].clamp(min=1e-300))
@@ -161,8 +163,8 @@ def _lorenz(kl: Tensor) -> dict[str, float]:
 
 
 def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-    """Return the `TOP` tokens with the largest KL, summed over the positions that predict the token, as entries of the
-    report."""
+    """Return the `TOP` token ids with the largest KL, summed over the positions that predict them, as entries of the
+    report. decode: token ids -> text."""
     size = int(one.token.max()) + 1
     sums = torch.zeros(size, dtype=torch.float64).index_add_(0, one.token.long(), one.kl.double())
     counts = torch.bincount(one.token.long(), minlength=size)

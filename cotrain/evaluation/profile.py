@@ -33,14 +33,16 @@ def profile(
     read: Callable[[int], None] | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
-    """Return alpha = sum_v min(p, q) on held-out texts of one target temperature, in two ways: `by_draft_temperature`
-    (at 0 the draft is one-hot at its most probable token), and `by_context`, by number of tokens of context.
+    """Return alpha = sum_v min(p, q) on held-out texts of one target temperature, in two ways. `by_draft_temperature`:
+    keyed by the draft's temperature as text (at "0" the draft is one-hot at its most probable token). `by_context`:
+    keyed by the number of tokens of context, as ranges that double in length ("4-7"); here the draft has the target's
+    temperature.
 
-    Ranges of context double in length; their figures are for a draft at the target's temperature. Verification is exact
-    at any temperature of the draft; only acceptance changes. If the draft's distribution depends on the depth, the
-    figures are for the first drafted token of a round; `held_out.by_depth` has the later ones.
+    Verification is exact at any temperature of the draft; only acceptance changes. If the draft's distribution depends
+    on the depth, the figures are for the first drafted token of a round.
 
-    read: see `positions`. drafting: temperatures of the draft.
+    head_target: states (n, D) -> logits (n, V). read: a function that is called after each batch with its number of
+    texts. drafting: the draft's temperatures; the target's is added.
     """
     temperatures = sorted({*drafting, held.temperature})
     totals = torch.zeros(len(temperatures), dtype=torch.float64)
@@ -67,8 +69,8 @@ def profile(
 
 
 def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tensor:
-    """Return log-probabilities (n, V) as the engine serves them at a temperature (0: one-hot). logits (n, V). held:
-    gives the regime's top-k / top-p cut."""
+    """Return log-probabilities (n, V) as the engine serves them: at a temperature (0: one-hot), with the top-k / top-p
+    cut of the texts `held`. logits (n, V)."""
     t = torch.full((len(logits),), temperature, device=logits.device)
     return served_logs(log_probs(logits, t), t, held.truncate)
 
@@ -76,8 +78,9 @@ def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tenso
 def positions(
     held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
-    """Yield chunks of the positions that predict sampled tokens: the target's states (n, D), the student's guess for
-    the first depth, the number of tokens up to each position (n,), and the index of each position's text (n,).
+    """Yield chunks of n positions that predict sampled tokens: the target's states (n, D), the student's guess there
+    for the first depth, the number of tokens up to and including each position (n,), and the index of each position's
+    text (n,).
 
     read: a function that is called after each batch with its number of texts. batch: texts per pass.
     """
@@ -157,7 +160,8 @@ def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", ba
 
 
 def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
-    """Return (n, 3): -log p(x), H(p), and the variance of -log p under p. logits (n, V), tokens x (n,).
+    """Return (n, 3): -log p(x), the entropy H(p), and the variance of -log p under p, in nats. logits (n, V): the
+    target's. x (n,): the text's token at each position. held: gives the regime.
 
     At temperature 0, a token whose logit is within rounding of the highest counts as the most probable one (surprise
     0), because another pass may choose either. Any other token gives an infinite surprise.

@@ -53,15 +53,15 @@ def export(
 
     Args:
         source: the draft folder.
-        layout: a key of `engines.FEATURES`.
-        k: drafts per round; None for the value in cotrain.json, which is planned again (`planned_anew`) if the engine
-            drafts in another way.
-        engine: the engine that will serve the draft.
+        layout: the format: "eagle3", "speculators" or "dflash".
+        k: drafts per round. None: the value in cotrain.json, or a newly planned one if the engine draws drafts in
+            another way (sampled or greedy) than in the measurement of the draft.
+        engine: an engine that loads `layout` (a key of `engines.FEATURES[layout]`).
         target: the model that the draft was trained for.
         objective: "sampled" or "greedy"; None for the value in cotrain.json.
         name: the target's hub id or path; None for the value in cotrain.json.
         replace: whether a folder at `output` is replaced.
-        card: a function metadata -> README; None to write no README.
+        card: a function from the metadata to the text of the README; None to write no README.
 
     config.json and the metadata name the target's states in two ways: as inputs of layers (for vLLM), and as outputs of
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
@@ -69,8 +69,8 @@ def export(
 
     Raises UserError for a layout that this kind cannot have, and for a head of low rank. Raises ValueError for a folder
     of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A draft that
-    drafts in one pass allows every k up to its depths; if its mask tokens attend to each other, k must equal its
-    depths.
+    drafts in one pass allows k up to the number of depths it was trained for. If its mask tokens attend to each other,
+    k must equal that number. Raises FileExistsError if `output` contains files and `replace` is False.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
@@ -126,7 +126,8 @@ def export(
 
 
 def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list[str]:
-    """Remove the Markov head from a network in place. Return a list with a remark about it, or [] if there was none."""
+    """Remove the Markov head from a network, in place. Return a list with a remark about it, or [] if there was none.
+    source: the draft folder, whose report tells what the head gains. metadata: the export's."""
     config, remarks = network.config, []
     if network.markov_head is not None:
         network.markov_head, config.markov_rank = None, 0
@@ -153,8 +154,8 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
-    """Return the content of config.json in the format of speculators. ours: the config.json of an EAGLE-3 folder.
-    architecture: the target's class name."""
+    """Return the content of config.json in the format of speculators. ours: the content of an EAGLE-3 folder's
+    config.json. metadata: the export's, which names the target. architecture: the target's class name."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": metadata.k,

@@ -49,13 +49,12 @@ class ServingEngine:
     """How one engine serves a draft.
 
     Args:
-        layout: the module in cotrain/export that writes the folder.
+        layout: the name of the layout of plain drafts that the engine loads.
         versions: the versions of the engine that load the folder.
         drafts: how the engine can draft: "sampled", "greedy" or both.
         command: a function (draft, target, k, objective) -> launch command for a POSIX shell.
         note: a remark for the user.
-        parallel: the same function for drafts that draft all tokens in one pass; None if the engine does not serve
-            them.
+        parallel: such a function for drafts that draft all tokens in one pass; None if the engine does not serve them.
     """
 
     layout: str
@@ -71,7 +70,8 @@ def _json(value: dict[str, Any]) -> str:
 
 
 def serve_vllm(target: str, settings: dict[str, Any]) -> str:
-    """Return vLLM's launch command for a POSIX shell. target: hub id or path. settings: the speculative_config."""
+    """Return vLLM's launch command for a POSIX shell. target: hub id or path. settings: the content of the option
+    --speculative-config."""
     return shlex.join(["vllm", "serve", target, "--speculative-config", _json(settings)])
 
 
@@ -228,8 +228,10 @@ def engine_named(name: str) -> ServingEngine:
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
-    """Return the module (with `export` and `launch`) that writes drafts of this kind for an engine, or None if `hf`
-    writes them. Raises UserError for feature drafts, and for a kind that the engine does not load."""
+    """Return the module (with the functions `export` and `launch`) that writes drafts of this kind for an engine.
+    Return None if every engine loads the kind in the plain Hugging Face layout. Raises UserError for feature drafts
+    (eagle, p_eagle, block), which have layouts of their own, for an unknown engine or kind, and for a kind that the
+    engine does not load."""
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
         raise UserError(
@@ -249,8 +251,9 @@ def layout_of(kind: str, engine: str) -> Any | None:
 
 
 def usual_layout(kind: str, engine: str) -> str:
-    """Return the layout to use for layout=auto. For a feature draft it is the first of its layouts that the engine
-    loads, otherwise the engine's layout for plain drafts. Raises UserError for an unknown engine."""
+    """Return the layout to use for layout=auto. For a feature draft (eagle, p_eagle, block) it is the first of its
+    kind's layouts that the engine loads, otherwise the engine's layout for plain drafts. Raises UserError for an
+    unknown engine."""
     plain = engine_named(engine).layout
     features = student_class(kind).features if kind in STUDENTS else ()
     return next((layout for layout in features if engine in FEATURES[layout]), plain)
@@ -270,7 +273,8 @@ def refuse_layout(engine: str, layout: str) -> None:
 
 
 def refuse_kind(engine: str, kind: str) -> None:
-    """Raise UserError, which names the key, if the engine does not serve this kind of draft."""
+    """Raise UserError, which names the key, if a draft of this kind drafts all tokens in one pass and the engine serves
+    no such drafts."""
     if is_parallel(kind) and engine_named(engine).parallel is None:
         able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
         raise UserError(f"engine={engine}: it does not load drafts of kind {kind}: set engine={able}")
@@ -295,15 +299,18 @@ def launch(
     """Return the command that serves `target` with the draft in `draft_path`, for a POSIX shell.
 
     Args:
+        engine: a key of `ENGINES`.
+        draft_path: the exported folder. target: hub id or path.
         k: drafts per round.
         objective: "sampled" or "greedy"; what the draft was trained for, and how the engine should draft.
+        layout: the layout of the folder.
         kind: the kind of draft.
         tree: the planned tree, or None. It is used if the engine drafts trees in this layout (`TREES`); otherwise
             chains of k are drafted.
-        layers: the target's layers (0-based) whose outputs a feature draft reads, see `captured`.
+        layers: the target's layers (0-based) whose outputs a feature draft reads; () for other drafts.
 
-    Raises ValueError, which names the key, for an unknown objective and for k < 1, and the errors of `refuse_kind` and
-    `engine_named`.
+    Raises UserError for an unknown engine, and for a kind that the engine does not serve. Raises ValueError, which
+    names the key, for an unknown objective and for k < 1.
     """
     refuse_kind(engine, kind)
     engine_named(engine)
@@ -330,8 +337,8 @@ def _command(engine: str, layout: str, parallel: bool) -> Command:
 
 
 def captured(origin: Mapping[str, Any]) -> list[int]:
-    """Return the target's layers whose outputs an exported feature draft reads; [] for other drafts. origin: the
-    `origin` in the draft's metadata."""
+    """Return the target's layers (0-based) whose outputs an exported feature draft reads; [] for other drafts. origin:
+    the entry `origin` in the metadata of the exported draft."""
     layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
     return layers
 
@@ -343,7 +350,8 @@ def place(target: str) -> str:
 
 
 def drafting(engine: str, objective: str) -> str:
-    """Return how an engine drafts, "sampled" or "greedy", if the draft was trained for `objective`."""
+    """Return how an engine drafts, "sampled" or "greedy": as `objective` says if the engine can, otherwise the other
+    way. objective: "sampled" or "greedy", what the draft was trained for."""
     drafts = engine_named(engine).drafts
     return objective if objective in drafts else drafts[0]
 

@@ -98,7 +98,8 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
-    """Raise UserError unless a temperature is given exactly if the draft in `folder` is conditioned on it."""
+    """Raise UserError in two cases: the draft in `folder` is conditioned on the temperature and no temperature is
+    given, or the draft is not conditioned and one is given."""
     file = Path(folder) / CONFIG
     conditioned = KNOTS in read_json(file) if file.is_file() else False
     if conditioned and temperature is None:
@@ -114,7 +115,8 @@ def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
 
 
 def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | None:
-    """Return a remark if the draft was measured at another temperature than this one, otherwise None."""
+    """Return a remark if the draft was measured at another temperature than `temperature`, otherwise None. metadata:
+    the draft folder's, or None without cotrain.json."""
     if metadata is None or metadata.report is None or (at := metadata.regime.get("temperature", 1.0)) == temperature:
         return None
     return (
@@ -124,7 +126,8 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
 
 
 def network_class(temperature: float | None) -> Any:
-    """Return the class that loads the draft folder. `refuse_temperature` must have accepted the temperature."""
+    """Return the class that loads a draft folder. temperature: None for a plain causal LM; a number for a draft that is
+    conditioned on the temperature, and exported for this one."""
     return CausalLM if temperature is None else ConditionedNetwork
 
 
@@ -132,14 +135,15 @@ def network_class(temperature: float | None) -> Any:
 
 
 def refuse_small_head(folder: str | Path) -> None:
-    """Raise UserError if no engine loads the head in a draft folder, see `small_head_problem`."""
+    """Raise UserError if the draft folder has a head that no engine loads, such as one of low rank. The message says
+    how to train instead."""
     if problem := small_head_problem(folder):
         raise UserError(f"{problem}; or serve this draft with cotrain's engine (cotrain generate, cotrain bench)")
 
 
 def small_head_problem(folder: str | Path) -> str | None:
     """Return why no engine loads the head in a draft folder, and how to train instead; None if engines load it. Engines
-    read a feature draft's pruned vocabulary (d2t), but no head that is a product of two matrices."""
+    read the pruned vocabulary of a feature draft (the tensor d2t), but no head that is a product of two matrices."""
     file = Path(folder) / CONFIG
     values, kind = read_json(file) if file.is_file() else {}, read(folder).kind
     if rank := values.get(RANK):

@@ -74,11 +74,12 @@ def export(
     command. Return `output`.
 
     Args:
-        k, settings: see `hf.prepare_draft`.
+        k: drafts per round; None for the value in cotrain.json.
         target: hub id, folder or GGUF file.
         dtype: how matrices are stored, a key of `TYPES`; None for the model's dtype.
         replace: whether a folder at `output` is replaced.
-        name: the folder's name on the hub, if it will be pushed.
+        name: the folder's name on the hub, if it will be pushed; None for its path.
+        settings: other arguments of `hf.prepare_draft`, such as objective and temperature.
 
     Raises ValueError, which names the key or file to change, and FileExistsError if `output` is not empty and `replace`
     is False.
@@ -109,8 +110,9 @@ def write_file(
 ) -> list[str]:
     """Write a causal LM and a tokenizer to a GGUF file, and return remarks for the README.
 
-    words: the tokenizer, or another GGUF file whose tokenizer is copied. file: the path to write, in a folder that
-    `new_folder` makes. dtype: see `export`. Raises UserError for a model or a tokenizer that cannot be written.
+    words: the tokenizer, or another GGUF file whose tokenizer is copied. file: the path to write, in an existing
+    folder. dtype: how matrices are stored, a key of `TYPES`; None for the model's dtype. Raises UserError for a model
+    or a tokenizer that cannot be written.
     """
     config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
     refuse_shape(config)
@@ -199,14 +201,14 @@ def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
-    """Return the rows of `weight` (heads * 2 * n, ...) in llama.cpp's order: rows i and i + n of each head become
-    neighbours."""
+    """Return the rows of `weight` (heads * 2 * n, ...) in llama.cpp's order, in the same shape: rows i and i + n of
+    each head become neighbours. heads: how many the weight has."""
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: Any) -> np.ndarray:
-    """Return the factors (head_dim / 2,) float32 by which llama.cpp divides the rotary frequencies of an unscaled
-    rope."""
+    """Return the factors (head_dim / 2,) float32 for the file: llama.cpp divides the rotary frequencies of an unscaled
+    rope by them to get the model's frequencies."""
     scaled = model.model.rotary_emb.inv_freq.float().cpu().numpy()
     powers = np.arange(len(scaled), dtype=np.float32) / len(scaled)
     return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
@@ -237,8 +239,9 @@ def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> 
 def fit_vocabulary(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, target: GGUFReader, path: str
 ) -> list[str]:
-    """Resize the draft's vocabulary to a GGUF target's, in place, and return remarks for the README. path: the target's
-    file, for messages. Raises UserError if the draft's tokens differ from the file's."""
+    """Resize the vocabulary of the draft `model` to a GGUF target's, in place, and return remarks for the README.
+    tokenizer: the draft's. path: the target's file, for messages. Raises UserError if the draft's tokens differ from
+    the file's."""
     field = target.get_field(TOKENS)
     if field is None:
         raise UserError(f"target.path={path} has no key {TOKENS}, which lists the tokens: name another GGUF file")

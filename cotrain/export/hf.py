@@ -68,12 +68,13 @@ def export(
     launch command. Return `output`.
 
     Args:
-        k, settings: see `prepare_draft`.
+        k: drafts per round; None for the value in cotrain.json.
         replace: whether a folder at `output` is replaced.
         name: the folder's name in the README; None for its path.
+        settings: other arguments of `prepare_draft`, such as target and objective.
 
     The folder is written only if `folder_problems` finds none. Raises ValueError, which names the key or file to
-    change, and FileExistsError as `inference.drafts.draft_folder.save` does.
+    change, and FileExistsError if `output` is not empty and `replace` is False.
     """
     draft = prepare_draft(source, engine, k, **settings)
     with new_folder(Path(output), replace=replace) as new:
@@ -102,18 +103,18 @@ def prepare_draft(
     engine reads it in this layout.
 
     Args:
-        k: drafts per round.
-        target: hub id or path of the target to serve.
-        target_config: the target's config; the draft's vocabulary is resized to it (`fitting.resize`). None: it is not
-            resized.
+        engine: the serving engine.
+        k: drafts per round. None: the value in cotrain.json, or a newly planned one if the engine draws drafts in
+            another way (sampled or greedy) than in the measurement of the draft.
+        target: hub id or path of the target to serve; None for the value in cotrain.json.
+        target_config: the target's config; the draft's vocabulary gets as many rows. None: it keeps its rows.
         target_tokenizer: the target's tokenizer, whose vocabulary is compared with the draft's.
-        objective: "sampled" or "greedy".
+        objective: "sampled" or "greedy"; None for the value in cotrain.json.
         dtype: the dtype of the weights; None leaves them unchanged.
-        temperature: for a conditioned draft, the temperature to serve at; the draft becomes an independent one
-            (`fitting.fold_conditioning`).
+        temperature: for a conditioned draft, the temperature to serve at; the draft becomes an independent one.
 
-    If k, target or objective is None, its value in cotrain.json is used. A folder without this file needs k and target,
-    and its objective is "sampled". Raises ValueError, which names the key or file to change.
+    A folder without cotrain.json needs k and target, and its objective is "sampled". Raises ValueError, which names the
+    key or file to change.
     """
     engine_named(engine)
     refuse_temperature(source, temperature)
@@ -154,8 +155,8 @@ def prepare_draft(
 
 
 def _metadata(metadata: Metadata | None, k: int | None, target: str | None, objective: str | None) -> Metadata:
-    """Return the metadata for the export. metadata: the folder's, or None without cotrain.json. Raises ValueError if k
-    or target is then None."""
+    """Return the metadata for the export: the folder's, with k, target and objective replaced by those that are not
+    None. metadata: None if the folder has no cotrain.json. Raises ValueError if k or target is then None."""
     if metadata is None:
         if k is None or target is None:
             key = "k" if k is None else "target.path"
@@ -165,7 +166,8 @@ def _metadata(metadata: Metadata | None, k: int | None, target: str | None, obje
 
 
 def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """Return a conditioned draft's metadata, changed to an independent draft at one temperature."""
+    """Return the metadata of a conditioned draft after its export for one temperature: those of an independent draft at
+    this temperature."""
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 

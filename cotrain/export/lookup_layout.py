@@ -43,8 +43,8 @@ def export(
     """Copy the folder `source`, of kind retrieval or hybrid, to `output`, with a README that has the launch command.
     Return `output`. The folder's prompts are left out, since engines do not read them.
 
-    k: drafts per round. target: hub id or path. If None, both are read from cotrain.json. replace: whether a folder at
-    `output` is replaced. name: the folder's name on the hub, if it will be pushed.
+    k: drafts per round. target: hub id or path. If k or target is None, its value is read from cotrain.json. replace:
+    whether a folder at `output` is replaced. name: the folder's name on the hub, if it will be pushed.
 
     Raises ValueError, which names the key, for a folder without metadata, and for a folder with a datastore if it is to
     be pushed. Raises FileExistsError if `output` is not empty and `replace` is False.

@@ -42,8 +42,9 @@ def export(
     """Write the Medusa heads in the folder `source` to the folder `output`, as vLLM loads them. The target's output
     head, which all Medusa heads use, is written too, and a README that has the launch command. Return `output`.
 
-    k: drafts per round, at most the number of heads. target: hub id or path. If None, both are read from cotrain.json.
-    replace: whether a folder at `output` is replaced. name: the folder's name in the README; None for its path.
+    k: drafts per round, at most the number of heads. target: hub id or path. If k or target is None, its value is read
+    from cotrain.json. replace: whether a folder at `output` is replaced. name: the folder's name in the README; None
+    for its path.
 
     Raises ValueError, which names the key or file to change, and FileExistsError if `output` is not empty and `replace`
     is False.
@@ -93,8 +94,8 @@ def speculative(draft: str, k: int) -> dict[str, Any]:
 
 
 def config(network: PreTrainedModel) -> dict[str, Any]:
-    """Return the content of config.json for vLLM. original_lm_head means that all heads share one output head. Without
-    medusa_fc_bias vLLM would ignore the biases without an error."""
+    """Return the content of config.json for vLLM. Its entry original_lm_head says that all heads share one output head.
+    Its entry medusa_fc_bias makes vLLM read the biases; without it, vLLM would ignore them silently."""
     ours = network.config
     return {
         "model_type": "medusa",

@@ -42,8 +42,8 @@ def card(
     """Return the README in Markdown: launch command, caveats, remarks on the export, regime, table of measurements,
     licence note.
 
-    draft_path: the folder, or its name on the hub. report: a valid report (`inference.report.build.validate`), or None.
-    remarks: lines to add to the caveats.
+    metadata: the export's. engine: the serving engine. draft_path: the folder, or its name on the hub. report: the
+    content of a valid report.json, or None. remarks: lines to add to the caveats. layout: the layout of the folder.
     """
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     learnt = metadata.learnt_from
@@ -86,7 +86,8 @@ class VllmCommand(NamedTuple):
 
 
 def on_card(card: str) -> VllmCommand:
-    """Return the command in the README's first block of code. Raises ValueError if it is no command for vLLM."""
+    """Return the vLLM command in the README's first block of code. card: the README's text. Raises ValueError if the
+    block is no command for vLLM."""
     block = re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)
     words = shlex.split(block[1]) if block else []
     if "vllm" not in words:
@@ -98,8 +99,8 @@ def on_card(card: str) -> VllmCommand:
 
 
 def _read_from(metadata: Metadata) -> list[str]:
-    """Return the lines of the README about the target, [] if there is nothing to tell: that it came from a GGUF file,
-    that joint training changed its weights, or that the draft learnt from other weights."""
+    """Return lines of the README about the target, if they apply: that it came from a GGUF file, that joint training
+    changed its weights, or that the draft learnt from other weights. [] if none applies."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
     lines += filter(None, [metadata.origin.get("warning")])
@@ -115,14 +116,14 @@ def _read_from(metadata: Metadata) -> list[str]:
 def planned_anew(
     source: str | Path, measured: Metadata, written: Metadata, way: str, markov: bool = True
 ) -> tuple[Metadata, list[str]]:
-    """Return the export's metadata, and remarks about it. The draft length is planned again if the engine drafts in
-    another way than the draft was measured with.
+    """Return the export's metadata, and remarks about it. The draft length is planned again if the engine draws drafts
+    in another way (sampled or greedy), or verifies by another rule, than in the measurement of the draft.
 
     Args:
         source, measured: the trained folder and its metadata.
         written: the export's metadata so far.
         way: how the engine drafts, "sampled" or "greedy"; engines verify chains by the token rule.
-        markov: False if the draft has a Markov head that the export cannot hold.
+        markov: False if the draft has a Markov head that the export leaves out.
 
     The new length has the least seconds per token, computed from the report's seconds of rounds and its tau on held-out
     texts. Without these figures the length stays, and a remark says what it was planned for.
@@ -157,8 +158,9 @@ def planned_anew(
 
 
 def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool = True) -> dict[int, float]:
-    """Return tau on held-out texts, keyed by draft length, under the token rule, in the regime. way: "sampled" or
-    "greedy" drafting. markov: whether the draft uses its Markov head."""
+    """Return the report's tau on held-out texts under the token rule, in the regime, keyed by draft length; lengths
+    without a figure are left out. way: "sampled" or "greedy" drafting. markov: whether the draft uses its Markov head.
+    """
     held, temperature = (report.get("extra") or {}).get("held_out") or {}, metadata.regime.get("temperature", 1.0)
     name = QUANTITIES[way] + ("" if markov else "_without_markov")
     known = {k: held.get(f"{name}_T{temperature:g}/all/{k}") for k in range(1, LONGEST + 1)}
@@ -166,8 +168,8 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
 
 
 def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
-    """Return a Markdown table of the predicted tau by draft length, for sampled and greedy drafting, in the regime; ""
-    if the report has no held-out figures."""
+    """Return a Markdown table of the report's predicted tau by draft length, for sampled and greedy drafting, in the
+    regime; "" if the report has no held-out figures. metadata: the draft's, whose draft length is marked."""
     taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
     lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
@@ -179,8 +181,8 @@ def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
 
 
 def without_markov(source: Path, metadata: Metadata) -> str:
-    """Return a remark that the export does not have the draft's Markov head. source: the trained folder; if its report
-    has tau with and without the head, the remark compares them."""
+    """Return a remark for the README that the export leaves out the draft's Markov head. source: the trained folder; if
+    its report has tau with and without the head, the remark compares them."""
     path, k = source / REPORT, metadata.k
     report = read_json(path) if path.is_file() else {}
     whole, without = (_taus(report, metadata, metadata.objective, markov).get(k) for markov in (True, False))
@@ -216,8 +218,8 @@ def require_hub(repo: str) -> None:
 
 
 def push(folder: Path, repo: str) -> str:
-    """Upload all files in the folder to a repository, and return its address. A missing repository is created as a
-    public one. Raises UserError if the hub rejects the upload."""
+    """Upload all files in the folder to the hub's repository `repo` (user/name), and return its address. A missing
+    repository is created as a public one. Raises UserError if the hub rejects the upload."""
     with _one_line(repo, f"; {folder} is complete, and `hf upload {repo} {folder}` uploads it"):
         hub = HfApi()
         address = hub.create_repo(repo, exist_ok=True)
@@ -243,6 +245,8 @@ def _one_line(repo: str, then: str = "") -> Iterator[None]:
             f"push_to_hub={repo}: there is no token of the hub: log in with `hf auth login`, or set HF_TOKEN"
         ) from error
     except OfflineModeIsEnabled as error:
-        raise UserError(f"push_to_hub={repo}: HF_HUB_OFFLINE is set, so nothing is uploaded: unset it{then}") from error
+        raise UserError(
+            f"push_to_hub={repo}: HF_HUB_OFFLINE is set, so nothing is uploaded: unset HF_HUB_OFFLINE{then}"
+        ) from error
     except (HTTPError, OSError, RuntimeError) as error:  # hf_xet, which uploads large files, raises RuntimeError
         raise UserError(f"push_to_hub={repo}: {' '.join(str(error).split())}{then}") from error

@@ -27,9 +27,10 @@ class LossBatch:
     """The part of a batch that is the same for every guess.
 
     target: the target's distributions. ids (B, T): token ids.
-    temperature (B,), on the CPU.
-    sampled (B, T-1) bool, on the CPU: whether the target sampled the next token.
-    truncate: the regime's top-k / top-p cut, see `chunked`; None without one.
+    temperature (B,), on the CPU: of each text.
+    sampled (B, T-1) bool, on the CPU: entry t is True if the target sampled token t+1.
+    truncate: a function that sets the logits cut by the regime's top-k / top-p to -inf, (n, V) -> (n, V); None without
+    a cut.
     chunk: the number of positions whose distributions are in memory at once.
     """
 
@@ -42,7 +43,7 @@ class LossBatch:
 
     @property
     def following(self) -> Tensor:
-        """Return the id of the token after each position (B, T). The entry of the last position is never used."""
+        """Return (B, T): entry t is the id of token t+1. The entry of the last position is never used."""
         return self.ids.roll(-1, 1)
 
     @property
@@ -51,11 +52,11 @@ class LossBatch:
         return sent(self.sampled.sum(1), self.ids.device)
 
     def logs(self, guesses: Sequence[Guess]) -> tuple[Tensor, Tensor]:
-        """Return log p(x) and log q(x) of the sampled tokens, (B, L) each. Every completion begins in column 0. Both
-        values are 0 where p(x) = 0, see `mask_impossible`.
+        """Return log p(x) and log q(x) of the sampled tokens x, (B, L) each. Column i is token i of each completion. At
+        tokens with p(x) = 0 both are set to 0.
 
-        If the student makes one guess per depth, the shape is (B, L, K), and the last axis is the depth at which the
-        token is drafted.
+        If the student makes one guess per depth, the shape is (B, L, K), and the last axis is the depth (0-based) at
+        which the token is drafted. guesses: all guesses of the student.
         """
         mask, at = pad(self.sampled, (0, 1)), sent(columns(self.sampled), self.ids.device)
         pairs = []
@@ -72,27 +73,33 @@ class LossBatch:
         return logp, logq
 
     def of_texts(self, term: Term, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return a loss of whole texts, summed over the texts and multiplied by the term's weight; a scalar. logs: log
-        p and log q of the sampled tokens, from `LossBatch.logs`. k: draft length."""
+        """Return a loss of whole texts, summed over the texts and multiplied by the term's weight; a scalar.
+
+        term: the loss. logs: log p and log q of the sampled tokens, (B, L) or (B, L, K) each, from `LossBatch.logs`. k:
+        draft length; at most K counts.
+        """
         value: Tensor = term.function(*logs, _draft_length(logs[0], k), self.lengths)
         # texts of one token depend on no draft, and a step needs a gradient all the same
         return term.weight * value + 0 * logs[1].masked_fill(logs[1] == -torch.inf, 0.0).sum()
 
     def saved(self, logs: tuple[Tensor, Tensor], k: int) -> Tensor:
-        """Return how many target calls one more unit of acceptance saves at each sampled token, without gradient, (B,
-        L) or (B, L, K), see `acceptance.call_weights`. logs: log p and log q of these shapes, from `LossBatch.logs`. k:
-        draft length."""
+        """Return how many target calls one more unit of acceptance saves at each sampled token, (B, L) or (B, L, K),
+        without gradient. logs: log p and log q of the sampled tokens in the same shape, from `LossBatch.logs`. k: draft
+        length; at most K counts."""
         r = acceptance.r_from(*(side.detach() for side in logs))
         return acceptance.call_weights(r, _draft_length(r, k), self.lengths)
 
     def weight(self, saved: Tensor, depth: int) -> Tensor:
-        """Return (B, T): the weights `saved` at the positions that predict the sampled tokens, and 0 elsewhere. saved
-        (B, L) or (B, L, K): from `LossBatch.saved`. depth: which of the K depths (0-based), or ANY."""
+        """Return (B, T): entry t is the weight in `saved` of token t+1 if the target sampled it, otherwise 0. saved (B,
+        L) or (B, L, K): from `LossBatch.saved`. depth: which of the K depths (0-based), or ANY for (B, L)."""
         return pad(from_columns(saved if depth == ANY else saved[..., depth], self.sampled), (0, 1))
 
     def of_positions(self, spec: LossSpec, guess: Guess, weight: Tensor, measured: bool) -> tuple[Tensor, Statistics]:
-        """Return a loss summed over the positions of a guess, a scalar, and acceptance statistics, see `chunked`.
-        weight (B, T): the weight of each position. measured: whether the statistics are computed."""
+        """Return a loss summed over the positions of a guess, a scalar, and the guess's acceptance statistics.
+
+        spec: has the loss per position. weight (B, T): the weight of each position; entry t belongs to the prediction
+        of token t+1. measured: False sets the statistics to NaN, except the number of positions.
+        """
         assert spec.position is not None
         weight = weight if guess.share == 1 else weight / guess.share
         return chunked(
@@ -109,12 +116,11 @@ class LossBatch:
 
 
 def shares(guesses: Sequence[Guess], decay: float | None, saved: Tensor | None) -> Tensor:
-    """Return the weight of each guess in the mean over depths, (K,). The weights sum to 1.
+    """Return the weight of each of the K guesses in the mean over depths, (K,). The weights sum to 1.
 
     decay: the weight of depth j (0-based) is proportional to decay ** j; None: proportional to saved[j].
-    saved (K,): how many target calls a unit of acceptance saves at each depth, summed over all sampled tokens
-    (`acceptance.call_weights`). If it is None or all 0, because the target sampled no token, DECAY ** j is used
-    instead.
+    saved (K,): how many target calls one more unit of acceptance saves at each depth, summed over all sampled tokens.
+    If it is None, or all 0 because the target sampled no token, DECAY ** j is used instead.
     """
     device = guesses[0].states.device
     if decay is None and saved is not None:
@@ -146,6 +152,6 @@ def _fill_dropped(logp: Tensor, logq: Tensor, guess: Guess, mask: Tensor) -> tup
 
 
 def _draft_length(logs: Tensor, k: int) -> int:
-    """Return k, or the number of the student's depths if this is smaller. logs: (B, L), or (B, L, K) with the depth
-    last."""
+    """Return the smaller of k and the number of the student's depths. logs: (B, L) for a student with one guess, where
+    the result is k; (B, L, K) for K depths."""
     return k if logs.ndim == 2 else min(k, logs.shape[2])

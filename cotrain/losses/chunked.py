@@ -42,19 +42,20 @@ def chunk_positions(vocabulary: int, device: str) -> int:
 
 
 class TargetDistributions(Protocol):
-    """The target's distributions for a batch of texts, see `cotrain.teacher.target_distributions`.
+    """The target's next-token distributions for a batch of texts.
 
-    trained: whether losses have gradients in the target too, see `cotrain.training.joint`.
+    trained: whether losses have gradients in the target too, as in joint training.
     """
 
     @property
     def trained(self) -> bool: ...
 
     def logs(self, at: Tensor, temperature: Tensor, truncate: Truncate | None, pruned: Pruned | None = None) -> Tensor:
-        """Return log p as served, (n, C).
+        """Return log p as served, (n, C): at the temperature, cut, and one-hot at temperature 0.
 
-        at (n,): flat positions, on the CPU. temperature (n,), on the CPU. truncate: see `chunked`. pruned: the pruned
-        head of the guess, or None. With one, the last column is the log of the mass of all tokens outside `pruned.ids`.
+        at (n,): flat positions b * T + t, on the CPU. temperature (n,), on the CPU. truncate: a function that sets the
+        logits cut by top-k / top-p to -inf, (n, V) -> (n, V), or None. pruned: the pruned head of the guess, or None.
+        With one, the last column is the log of the mass of all tokens outside `pruned.ids`.
         """
 
 
@@ -74,8 +75,9 @@ def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
 
 
 def served_logs(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log probabilities (n, V) from which the engine samples. logs (n, V): from `log_probs`. temperature
-    (n,). truncate: see `chunked`."""
+    """Return the log probabilities (n, V) from which the engine samples: cut, and one-hot at temperature 0. logs (n,
+    V): log probabilities at the temperature, from `log_probs`. temperature (n,). truncate: a function that sets the
+    entries cut by top-k / top-p to -inf, or None."""
     logs = greedy_probs(logs, temperature)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
@@ -109,18 +111,22 @@ def chunked(
     measured: bool = True,
     terms: Sequence[Callable[..., Tensor]] = (),
 ) -> tuple[Tensor, Statistics]:
-    """Return a loss summed over the positions of a guess, a scalar, and acceptance statistics.
+    """Return a loss summed over the positions of a guess, a scalar, and the guess's acceptance statistics.
 
-    loss: a function in `cotrain.losses`, from log p and log q (n, C) to (n,).
-    mask (B, T): which positions count (bool), or the weights >= 0 of their losses. Positions of weight 0 are never
-    computed. temperature: a number, (B,) or (B, T); it divides the logits of both sides. At temperature 0 the loss
-    compares q at temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax p = argmax q].
+    loss: a function from log p and log q (n, C) to (n,), such as `divergences.kl`.
+    target, guess: the two sides, p and q.
+    mask (B, T): which positions count (bool), or the weights >= 0 of their losses. Entry t belongs to the prediction of
+    token t+1. Positions of weight 0 are never computed.
+    temperature: a number, (B,) for texts or (B, T) for positions. The logits of both sides are divided by it. At
+    temperature 0 the loss compares q at temperature 1 with the one-hot distribution of argmax p, and alpha is 1[argmax
+    p = argmax q].
     chunk: n.
     truncate: a function that sets the logits cut by top-k / top-p to -inf, for example `partial(keep_top_p, p=.9)` of
-    `inference.sampling`. The loss truncates only p, because a truncated q would have no gradient outside its own
-    nucleus. The reported alpha truncates both.
+    `inference.sampling`, or None. The loss truncates only p, because a truncated q would have no gradient outside its
+    own nucleus. The reported alpha truncates both.
     measured: False sets all statistics except `positions` to NaN, and takes a quarter less time.
-    terms: parts of the loss, with the same arguments. Their sums are reported separately.
+    terms: the parts of a loss that is a sum, functions like `loss`. The sum of each over the positions is in the
+    statistics.
 
     If `guess` has all parameters of its head, several chunks are computed once instead of twice. Raises ValueError for
     a temperature that is negative or has another shape.
@@ -205,13 +211,16 @@ def token_logs(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return log p(x) and log q(x) of the text's tokens x (B, T), (B, T) each, for `r_from` and `l_from` of the
-    sequence losses. The result is differentiable in the guess.
+    """Return log p(x) and log q(x), (B, T) each. Entry t is for token x[t], which follows position t. The result is
+    differentiable in the guess.
 
-    mask (B, T): which positions count. temperature, chunk, truncate: see `chunked`; q is not truncated. A distribution
-    without mass at x gives -inf. If x is outside the draft's pruned vocabulary, log q is -inf, and log p covers all
-    tokens outside. Positions that do not count, and positions without a guess, get 0 and -inf, like a token that is
-    never drafted.
+    x (B, T): token ids. mask (B, T) bool: which positions count. temperature: a number, (B,) or (B, T); both sides'
+    logits are divided by it. chunk: n. truncate: a function that sets the logits of p cut by top-k / top-p to -inf, or
+    None; q is not truncated.
+
+    A distribution without mass at x gives -inf. If x is outside the draft's pruned vocabulary, log q is -inf, and log p
+    covers all tokens outside. At positions that do not count, or have no guess, log p is 0 and log q is -inf, as for a
+    token that is never drafted. Raises ValueError for a temperature that is negative or has another shape.
     """
     rows = _Rows(target, guess, over_positions(temperature, x.shape, guess.states), truncate)
 
@@ -230,13 +239,13 @@ def token_logs(
 
 
 class Comparison(NamedTuple):
-    """Figures at the n positions that `compared` counts. x is the text's token. q is not truncated unless stated.
+    """Figures of a guess at n positions. x is the token that follows a position. q is not truncated unless stated.
 
-    at (n,): flat positions. All others are (n,) too.
+    at (n,): flat positions b * T + t. All other fields are (n,) too.
     logp, logq: log p(x) and log q(x), with q as served; -inf without mass.
     kl: KL(p || q) in nats. alpha: sum_v min(p, q), both as served. alpha_greedy: p(argmax q).
     entropy: the entropy of q, in nats. hit: 1 if x = argmax q, else 0.
-    confidence: max q, which is the hit rate that q predicts.
+    confidence: max q, the hit rate that q predicts.
     """
 
     at: Tensor
@@ -261,11 +270,14 @@ def compared(
     chunk: int = CHUNK,
     truncate: Truncate | None = None,
 ) -> Comparison:
-    """Return, for evaluation, the figures of a guess at the positions where `mask` (B, T) bool is True, from one pass
-    through both heads.
+    """Return the figures of a guess, without gradient, at those of its positions where `mask` is True.
 
-    x (B, T): the text's tokens. temperature, chunk, truncate: see `chunked`. If the guess is pruned, kl is computed
-    over its C columns, and for a token outside the vocabulary log p covers all tokens outside.
+    x (B, T): entry t is the token that follows position t. mask (B, T) bool. temperature: a number, (B,) or (B, T);
+    both sides' logits are divided by it. chunk: n. truncate: a function that sets the logits cut by top-k / top-p to
+    -inf, or None.
+
+    If the guess is pruned, kl is computed over its C columns, and for a token outside the vocabulary log p covers all
+    tokens outside. Raises ValueError for a temperature that is negative or has another shape.
     """
     rows = _Rows(target, guess, over_positions(temperature, mask.shape, guess.states), truncate)
 
@@ -283,13 +295,15 @@ def compared(
 
 
 def _logs_of(x: Tensor, *distributions: Tensor) -> Tensor:
-    """Return (n, number of distributions): the value of each distribution (n, C) in the columns x (n,)."""
+    """Return the values of the distributions, (n, C) each, in the columns x (n,), as one tensor (n, number of
+    distributions)."""
     return torch.cat([logs.gather(-1, x[:, None]) for logs in distributions], -1)
 
 
 def _each(part: Callable[[Tensor], Any], chunks: Sequence[Tensor]) -> list[Any]:
-    """Return part(chunk) for every chunk. chunks: indices (n,) each. The backward pass recomputes the chunks, except a
-    single one, which stays in memory. Random states are not restored, so heads must have no dropout."""
+    """Return the list of part(chunk) for every chunk. part: a function from indices (n,) to tensors. The backward pass
+    computes the chunks again; a single chunk stays in memory instead. Random states are not restored, so heads must
+    have no dropout."""
     if len(chunks) == 1:
         return [part(chunks[0])]
     return [checkpoint(part, i, use_reentrant=False, preserve_rng_state=False) for i in chunks]
@@ -336,7 +350,8 @@ class _Rows:
 
 
 def _statistics(figures: Tensor, at: Tensor, mask: Tensor) -> Statistics:
-    """Return the statistics from figures (n, 2 + m) at flat positions `at` (n,). mask (B, T) gives the shape."""
+    """Return the statistics of a guess. figures (n, 2 + m): alpha, p(argmax q) and the m terms, at the flat positions
+    `at` (n,). mask (B, T): only its shape is used."""
     alphas = figures.new_zeros(mask.numel()).scatter(0, sent(at, figures.device), figures[:, 0]).view(mask.shape)
     mean = figures.sum(0) / max(len(at), 1)
     return Statistics(len(at), mean[0], mean[1], alphas, figures[:, 2:].sum(0))

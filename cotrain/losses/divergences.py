@@ -20,8 +20,8 @@ from inference.sampling import wide
 
 
 def alpha(logp: Tensor, logq: Tensor) -> Tensor:
-    """Return the acceptance probability sum_v min(p, q) = 1 - TV(p, q), (...,), from log p and log q (..., V)
-    (Leviathan et al. 2023, arXiv 2211.17192)."""
+    """Return the acceptance probability of the token rule, sum_v min(p, q) = 1 - TV(p, q), (...,), from log p and log q
+    (..., V) (Leviathan et al. 2023, arXiv 2211.17192)."""
     return torch.minimum(wide(logp), wide(logq)).exp().sum(-1)
 
 

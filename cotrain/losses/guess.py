@@ -16,33 +16,34 @@ ANY = -1  # the depth of a guess that holds at every depth
 
 
 def draftable(mask: Tensor, depth: int) -> Tensor:
-    """Return (B, T) bool: where `mask` is True and a round can draft at this depth (0-based). mask (B, T) bool: the
-    tokens of completions. The round begins `depth` positions earlier, which must be in the completion too, since no
-    round begins in a prompt."""
+    """Return (B, T) bool: the positions at which a round can make a guess at this depth (0-based). mask (B, T) bool:
+    True at positions that predict tokens of completions. A guess at position t belongs to a round that begins at t -
+    depth, and `mask` must be True there too, since no round begins in a prompt."""
     return mask if depth < 1 else mask & pad(mask, (depth, 0))[:, :-depth]
 
 
 def numbers(mask: Tensor) -> Tensor:
-    """Return the flat indices (N,) at which `mask` (B, R) is True. Masks of a batch stay on the CPU, because reading
-    one from a GPU would make the host wait."""
+    """Return the flat indices b * R + r (N,) at which `mask` (B, R) is True or not 0. Masks of a batch stay on the CPU,
+    because reading one from a GPU would make the host wait."""
     return mask.flatten().nonzero().squeeze(-1)
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Return `values` on a device, copied without waiting."""
+    """Return a copy of `values` on the device, made without waiting for the device."""
     if device.type == "cuda" and values.device.type == "cpu":
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
 def picked(values: Tensor, places: Tensor) -> Tensor:
-    """Return the rows of `values` (R, ...) at the indices `places` (N,), which may be on another device."""
+    """Return the rows of `values` (R, ...) at the indices `places` (N,), as (N, ...). `places` may be on another
+    device."""
     return values[sent(places, values.device)]
 
 
 def chosen(values: Tensor, places: Tensor | None) -> Tensor:
-    """Return the entries of `values` (B, R, ...), flattened to (B * R, ...), at the flat indices `places` (N,). None:
-    all entries."""
+    """Return the entries of `values` (B, R, ...) at the flat indices b * R + r in `places` (N,), as (N, ...). None: all
+    entries, as (B * R, ...)."""
     flat = values.flatten(0, 1)
     return flat if places is None else picked(flat, places)
 
@@ -89,7 +90,9 @@ class Guess:
         depth: int = ANY,
         pruned: Pruned | None = None,
     ) -> "Guess":
-        """Return a guess at every position of `states` (B, T, Dq). The other arguments are the fields of `Guess`."""
+        """Return a guess at every position, N = B * T. states (B, T, Dq): the draft's. head: (n, Dq) -> logits (n, V).
+        parameters: all trained parameters of the head, or (). depth: 0-based, or ANY. pruned: the part of the head with
+        finite logits, or None."""
         at = torch.arange(states.shape[0] * states.shape[1])
         return cls(depth, at, states.flatten(0, 1), head, parameters, pruned=pruned)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 class LossDefinition:
     """How a loss is used.
 
-    function: the name of its function; None if it is the loss's own name.
-    sequence: whether it is a loss of whole texts, see `sequence`. Otherwise its function maps log p and log q (..., V)
-    at positions to a loss (...), see `divergences`.
+    function: the name of its function; None if the function has the loss's own name.
+    sequence: whether it is a loss of whole texts (module `sequence`). Otherwise its function (module `divergences`)
+    maps log p and log q (..., V) at positions to a loss (...).
     weighted: whether each position is weighted by the target calls that acceptance there saves.
     argmax: whether it reads the target's most probable token. A pruned vocabulary must then not hide this token.
     """

@@ -28,39 +28,43 @@ from cotrain.losses.guess import chosen, numbers, sent
 
 def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
     """Return the expected number of target calls under the token rule, summed over the texts; a scalar. Divided by the
-    number of tokens, this is 1 / tau. logp, logq (B, L) or (B, L, K), k, lengths (B,): see the module; compare
-    `acceptance.calls`."""
+    number of tokens, this is 1 / tau.
+
+    logp, logq (B, L) or (B, L, K): log p(x) and log q(x) of each text's tokens. k: draft length, at most K. lengths
+    (B,): tokens in each text.
+    """
     return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
-    """Return the expected number of target calls under block verification, summed over the texts; a scalar. logp, logq
-    (B, L) or (B, L, K), k, lengths (B,): see the module; compare `acceptance.calls_block`."""
+    """Return the expected number of target calls under block verification, summed over the texts; a scalar.
+
+    logp, logq (B, L) or (B, L, K): log p(x) and log q(x) of each text's tokens. k: draft length, at most K. lengths
+    (B,): tokens in each text.
+    """
     return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
 def columns(sampled: Tensor) -> Tensor:
-    """Return the positions (B, L) of each row's completion, from its first token on.
-
-    sampled (B, T) bool: True at the tokens of the completion, which are consecutive. Columns past a row's length hold
-    arbitrary positions.
-    """
+    """Return (B, L): entry i of a row is the position of token i of its completion. sampled (B, T) bool: True at the
+    tokens of the completion, which are consecutive. Columns past a completion's length have arbitrary positions."""
     start = sampled.int().argmax(1, keepdim=True)
     longest = max(int(sampled.sum(1).max()), 1)
     return (start + torch.arange(longest, device=sampled.device)).clamp(max=sampled.shape[1] - 1)
 
 
 def to_columns(values: Tensor, at: Tensor) -> Tensor:
-    """Return the entries of `values` at the positions `at` (B, L). values (B, T) gives (B, L), and (B, T, D) gives (B,
-    L, D)."""
+    """Return the entries of `values` at the positions `at` (B, L) of each row. values (B, T) gives (B, L); values (B,
+    T, D) gives (B, L, D)."""
     if values.ndim == 2:
         return values.gather(1, at)
     return values.gather(1, at.unsqueeze(-1).expand(*at.shape, values.shape[-1]))
 
 
 def from_columns(values: Tensor, sampled: Tensor) -> Tensor:
-    """Return (B, T): the completions' values (B, L) at their positions, and 0 elsewhere. This is the inverse of
-    `to_columns`. sampled (B, T) bool: True at the tokens of completions."""
+    """Return (B, T): each completion's values, at the positions where `sampled` is True, and 0 elsewhere. values (B,
+    L): column i is for token i of the completion. sampled (B, T) bool: True at the tokens of completions. This is the
+    inverse of `to_columns`."""
     inside = numbers(torch.arange(values.shape[1]) < sampled.sum(1, keepdim=True))
     at = sent(numbers(sampled), values.device)
     return values.new_zeros(sampled.numel()).index_copy(0, at, chosen(values, inside)).view(sampled.shape)

@@ -24,7 +24,7 @@ Position = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Term:
-    """One loss in a weighted sum. name: the loss's name in the expression."""
+    """One loss in a weighted sum. name: the loss's name in the expression. weight: its factor in the sum."""
 
     name: str
     weight: float
@@ -32,7 +32,8 @@ class Term:
     function: Callable[..., Any]
 
     def __call__(self, logp: Tensor, logq: Tensor) -> Tensor:
-        """Return the weighted loss (...) at each position, from log p and log q (..., V)."""
+        """Return the loss per position times its weight, (...), from log p and log q (..., V). Only for a loss per
+        position."""
         value: Tensor = self.function(logp, logq)
         return self.weight * value
 
@@ -41,10 +42,10 @@ class Term:
 class LossSpec:
     """A parsed loss expression.
 
-    position: the weighted sum of its losses per position, from log p and log q (..., V) to (...); None without such a
-    loss. sequence: its losses of whole texts.
+    position: a function from log p and log q (..., V) to (...), the weighted sum of the losses per position; None if
+    there are none. sequence: the losses of whole texts.
     weighted: whether each position is weighted by the target calls that acceptance there saves.
-    argmax: whether one of its losses has `LossDefinition.argmax`.
+    argmax: whether one of the losses reads the target's most probable token.
     terms: the losses in `position`.
     """
 
@@ -62,7 +63,7 @@ def parse(expression: str, key: str = "loss.first") -> LossSpec:
     terms = _terms(expression, key)
     weighted = [term.name for term in terms if term.loss.weighted]
     if weighted and len(terms) > 1:
-        raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}: name it alone")
+        raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}: set {key}={weighted[0]}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
     argmax = any(term.loss.argmax for term in terms)

@@ -131,7 +131,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
 
 
 def _row(gain: Gain) -> list[object]:
-    """Return a table row with one gain, as `cotrain compare` prints it."""
+    """Return the cells of a table row with one gain, formatted as `cotrain compare` prints it."""
     values = [Number(value) for value in (gain.gain, gain.low, gain.high)]
     tau, *rest = (number(Number(value)) for value in (gain.tau, gain.alpha, gain.kl, gain.calibration))
     return [f"{gain.label}, T {gain.temperature}, k = {gain.k}", tau, interval(values, "+.1%", ""), *rest]

@@ -46,7 +46,8 @@ def page(runs: Sequence[LoadedRun]) -> str:
 
 def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
     """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
-    pairs of a run or plan, and its result in one line. generator: the command that writes the page."""
+    pairs of a run or plan, and its result in one line. sections: in order. generator: the command that writes the page,
+    for the HTML head."""
     return str(
         render(
             "page.html",
@@ -134,13 +135,15 @@ def _unmeasured(run: LoadedRun) -> Markup:
 
 
 def held_out_alpha(run: LoadedRun) -> Number:
-    """Return the exported draft's acceptance on held-out texts, in the regime."""
+    """Return the exported draft's acceptance on all held-out texts, in the regime: p(argmax q) if it drafts its most
+    probable tokens, otherwise alpha."""
     return run.judged(f"{run.alpha}_T{run.temperature:g}/all")
 
 
 def share_of_costs(run: LoadedRun) -> Number:
     """Return the measured speed-up without prefill, divided by the speed-up that tau and the costs of a round allow:
-    speedup / (tau round(0) / round(k)). The number's value is None if one of these figures is missing."""
+    speedup * round(k) / (tau * round(0)), with round(k) the seconds of a round that drafts k tokens. The number's value
+    is None if one of these figures is missing."""
     costs, tau = run.get("report", "extra", "costs"), run.get("report", "acceptance", "tau", "measured")
     speedup = run.get("report", "speedup", "decode", "value")
     if not costs or not tau or not speedup or run.k is None or run.k >= len(costs["target"]):
@@ -150,8 +153,9 @@ def share_of_costs(run: LoadedRun) -> Number:
 
 
 def floor(run: LoadedRun) -> Number:
-    """Return the least time that the machine needs for a round, as a share of the measured time. It is read from the
-    matrix cell with the run's temperature and rows, if there is one."""
+    """Return the least time that the machine needs for a round, as a share of the measured time of a round. It is read
+    from the cell of the report's matrix with the run's temperature and rows or, without such a cell, from the report
+    itself."""
     for index, cell in enumerate(run.get("report", "extra", "matrix") or []):
         if cell["temperature"] == run.temperature and cell["rows"] == run.get("report", "settings", "rows"):
             return run.at("report", "extra", "matrix", index, "floor", "round_share")
@@ -197,8 +201,8 @@ def _acceptance(run: LoadedRun) -> Tile:
 
 
 def _expected_taus(run: LoadedRun) -> Markup | None:
-    """Return the tau predicted on held-out texts, before training and for the exported draft. Return None if the
-    exported draft has no such tau."""
+    """Return a line with the tau predicted on held-out texts, before training and for the exported draft. Return None
+    if the exported draft has no such tau."""
     before, after = run.at("report", "extra", "checkpoints", 0, "tau"), _exported_tau(run)
     if after.value is None:
         return None

@@ -108,7 +108,8 @@ class LoadedRun:
         return planned if planned is not None else int(digits) if digits.isdigit() else None
 
     def get(self, *path: str | int) -> Any:
-        """Return the value in `documents` at a path of keys and indices, or None if there is none."""
+        """Return the value in `documents` at a path of keys and indices, the first of which names the document. Return
+        None if there is no such value."""
         value: Any = self.documents
         try:
             for key in path:
@@ -118,8 +119,8 @@ class LoadedRun:
         return value
 
     def at(self, *path: str | int, over: Sequence[str | int] = (), times: float = 1.0) -> Number:
-        """Return the number at `path`, multiplied by `times` and divided by the number at the path `over` (() for no
-        divisor)."""
+        """Return the number in `documents` at `path`, multiplied by `times` and divided by the number at the path
+        `over` (() for no divisor). The number's value is None if one of them is missing."""
         value = self.get(*path)
         divisor = self.get(*over) if over else 1.0
         known = isinstance(value, int | float) and isinstance(divisor, int | float) and divisor
@@ -200,8 +201,8 @@ def _load(number: int, path: Path) -> LoadedRun:
 
 
 def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) -> dict[str, Any] | None:
-    """Return the content of the first existing file among `files`, or None if none exists. wrong: the message of the
-    UserError that is raised if `check` raises ValueError."""
+    """Return the content of the first existing file among `files`, or None if none exists. check: raises ValueError for
+    a wrong content. wrong: the message of the UserError that is then raised."""
     file = next(filter(Path.is_file, files), None)
     document = None if file is None else _json(file, str(file))
     if document is not None:

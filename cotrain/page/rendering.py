@@ -74,20 +74,20 @@ def joined(*parts: object) -> Markup:
 
 
 def number(value: Number, spec: str = ".3f") -> Markup:
-    """Return a number with a reference to its source, or a dash if its value is None. spec: Python's format
+    """Return a number as text that refers to its source, or a dash if its value is None. spec: Python's format
     specification."""
     return Markup(_PARTS.number(value, spec))
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
     """Return text such as `2.05x [1.70, 2.40]`. ends: value, low and high. If low and high are not known, the text has
-    only the value."""
+    only the value. spec: Python's format specification. unit: the text after the value."""
     return Markup(_PARTS.interval(*ends, spec, unit))
 
 
 def html_table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
-    """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. In a
-    narrow window the table scrolls, not the page."""
+    """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. caption:
+    a text above the table, or None. In a narrow window the table scrolls, not the page."""
     return Markup(_PARTS.table(head, rows, caption))
 
 
@@ -206,8 +206,9 @@ def drawn(charts: Sequence[Chart], wide: bool = False) -> Markup | None:
 
 
 def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
-    """Return the parts of each run: first its charts in one grid, then its texts. If there are several runs, each has
-    its name above. Return None if no run has any of the parts."""
+    """Return the parts of each run: first its charts in one grid, then its texts. parts: functions from a run to a
+    chart, a text or None. If there are several runs, each has its name above. Return None if no run has any of the
+    parts."""
     bodies = []
     for run in runs:
         content = [part(run) for part in parts]
@@ -218,8 +219,8 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
 
 
 def numbered_series(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:
-    """Return a list with one series, whose x are first, first + 1, ...; [] if there are no values. look: other fields
-    of `Series`."""
+    """Return a list with one series `name`, whose points are (first, values[0]), (first + 1, values[1]), ...; [] if
+    there are no values. look: other fields of `Series`."""
     return [Series(name, range(first, first + len(values)), values, **look)] if values else []
 
 

@@ -18,8 +18,8 @@ PHASES = ("draft", "target", "verify", "other")
 
 
 def chart(series: SeriesOf, name: str, title: str, x: str, y: str, **look: Any) -> Part:
-    """Return a function that makes a chart for a run. series: a function that returns the run's series. x, y: titles of
-    the axes. look: other fields of `Chart`."""
+    """Return a function from a run to a chart. series: a function from a run to its series. name: the chart's HTML id.
+    title: its title. x, y: titles of the axes. look: other fields of `Chart`."""
     return lambda run: Chart(f"{name}-{run.number}", title, x, y, series(run), **look)
 
 
@@ -35,7 +35,7 @@ def depth_chart(run: LoadedRun) -> list[Series]:
 
 
 def figures_by_depth(run: LoadedRun, stem: str) -> list[Number]:
-    """Return the held-out figures named `stem`/1, `stem`/2, ..., in this order."""
+    """Return the held-out figures with the names `stem`/1, `stem`/2, ..., in this order; [] if there are none."""
     keys = [key for key in run.held_out if re.fullmatch(re.escape(stem) + r"/\d+", key)]
     return [run.judged(key) for key in sorted(keys, key=lambda key: int(key.rpartition("/")[2]))]
 
@@ -57,8 +57,9 @@ def domain_chart(run: LoadedRun) -> Chart:
 
 
 def profiles(words: str, name: str, kind: type[float] | type[str]) -> SeriesOf:
-    """Return a function from a run to the series of its profile `name`, one for each temperature of the target. words:
-    the beginning of a series' name. kind: the type of the x values."""
+    """Return a function from a run to the series of its acceptance profile `name` ("by_draft_temperature" or
+    "by_context"), one for each temperature of the target. words: the beginning of a series' name. kind: the type of the
+    x values."""
     base = ("report", "extra", "profiles")
     return lambda run: [
         Series(f"{words} {t}", list(map(kind, profile[name])), run.all(*base, t, name))
@@ -67,7 +68,7 @@ def profiles(words: str, name: str, kind: type[float] | type[str]) -> SeriesOf:
 
 
 def tau_by_length(run: LoadedRun) -> list[Series]:
-    """Return the series of tau: predicted on held-out texts at each draft length, and measured at the timed one."""
+    """Return the series of tau: predicted on held-out texts at each draft length, and measured at the timed length."""
     block = run.get("report", "settings", "verify") == "block"
     rules = ["tau_greedy_draft"] if run.greedy else [*(["tau_block"] if block else []), "tau"]
     predicted = (figures_by_depth(run, f"{rule}_T{run.temperature:g}/all") for rule in rules)
@@ -85,7 +86,8 @@ def tau_by_length(run: LoadedRun) -> list[Series]:
 
 def speedups(run: LoadedRun, predicted: str, measured: str, **look: Any) -> list[Series]:
     """Return the series of the speed-up without prefill: predicted from costs and acceptance at each draft length, and
-    measured at the timed one. predicted, measured: names of the series. look: other fields of the predicted series."""
+    measured at the timed length. predicted, measured: names of the series. look: other fields of the predicted series.
+    """
     series = numbered_series(predicted, run.all("report", "extra", "predicted_speedups"), 0, **look)
     ends = run.ends("report", "speedup", "decode")
     if run.k is not None and ends[0].value is not None:
@@ -116,7 +118,7 @@ def paying_lengths(run: LoadedRun) -> Markup | None:
 
 
 def cells(run: LoadedRun) -> list[tuple[int, float, int]]:
-    """Return (index, temperature, rows) for each cell of the report's matrix."""
+    """Return (index in the report's matrix, temperature, rows) for each cell of the matrix; [] without one."""
     matrix = run.get("report", "extra", "matrix") or []
     return [(index, cell["temperature"], cell["rows"]) for index, cell in enumerate(matrix)]
 
@@ -148,8 +150,8 @@ def _arm(run: LoadedRun, index: int) -> tuple[str | int, ...]:
 
 
 def crossing(run: LoadedRun, temperature: float) -> Markup:
-    """Return a phrase with the batch size from which on plain decoding is faster. It is the smallest one at which the
-    whole interval of the speed-up is below 1."""
+    """Return a phrase with the batch size from which on plain decoding is faster at this temperature: the smallest one
+    at which the whole interval of the speed-up is below 1. The phrase says so if there is none."""
     mine = sorted((rows, index) for index, t, rows in cells(run) if t == temperature)
     lost = [rows for rows, index in mine if (high := run.get(*_arm(run, index), "over_plain", "high")) and high < 1]
     if not lost:

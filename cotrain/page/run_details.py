@@ -59,7 +59,7 @@ def differences_section(run: LoadedRun) -> Markup | None:
 
 def _context(run: LoadedRun, base: tuple[str | int, ...], one: dict[str, Any]) -> dict[str, Any]:
     """Return a context as values for the template, with the most probable tokens of target and draft as (text, p, q).
-    base: the path of the context in the run's documents. one: its content."""
+    base: the path of the context in the run's documents. one: the context's entry in the report."""
     sides = [
         (
             side,

@@ -17,9 +17,13 @@ ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 
 
 def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, Any]]:
-    """Return one entry for each draft in a file of costs and each number of rows. It has the costs, the break-even
-    acceptance, and for each of `ACCEPTANCES` (the same at every depth) the speed-up over plain decoding with the best
-    draft length, at most `longest`. rows: the numbers of rows. Raises UserError as `read_costs` does."""
+    """Return one entry of plan.json for each draft in a file of costs and each number of rows. It has the costs, the
+    break-even acceptance, and for each of `ACCEPTANCES` (the same at every depth) the speed-up over plain decoding with
+    the best draft length, at most `longest`.
+
+    path: the file. rows: the numbers of rows. Raises UserError for a file that has no such costs, for missing rows, for
+    too few draft lengths, and for numbers that are no seconds.
+    """
     with _readable(path, rows):
         content = _content(path)
         drafts = {
@@ -38,7 +42,7 @@ def speedups_of(path: str, rows: Sequence[int], longest: int) -> list[dict[str, 
 
 
 def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the entries of `speedups_of` as a table for the user. Draft lengths are in brackets."""
+    """Return the speed-ups as a table for the user, with draft lengths in brackets. speedups: from `speedups_of`."""
     rows = [["draft", "rows", *(f"acceptance {acceptance:g}" for acceptance in ACCEPTANCES), "break-even"]]
     for one in speedups:
         cells = (f"{speedup:.2f}x ({k})" for speedup, k in one["speedups"].values())
@@ -50,9 +54,9 @@ def speedup_table(speedups: Sequence[Mapping[str, Any]]) -> str:
 def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict[int, Costs]:
     """Return the costs of rounds in a file, keyed by number of rows.
 
-    path: the plan.json of another machine, or a JSON object with an object for each number of rows, which has `PARTS`
-    in seconds, see `Costs`. draft: the draft folder, to choose among a plan's drafts. rows: the numbers of rows.
-    longest: the longest draft length to forecast.
+    path: the plan.json of another machine, or a JSON object with an object for each number of rows, which has the
+    entries `PARTS` in seconds. draft: the draft folder, to choose among a plan's drafts. rows: the numbers of rows to
+    return. longest: the longest draft length to forecast.
 
     Raises UserError for any other file, for missing rows, for too few draft lengths, and for numbers that are no
     seconds.
@@ -72,7 +76,8 @@ def read_costs(path: str, draft: str, rows: Sequence[int], longest: int) -> dict
 
 @contextmanager
 def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
-    """Turn errors about a file of costs, raised within the block, into UserError."""
+    """Turn errors that are raised in the block while the file `path` is read into a UserError. rows: the numbers of
+    rows that it must have, for the message."""
     try:
         yield
     except KeyError as error:
@@ -99,8 +104,9 @@ def _by_rows(given: Mapping[str, Any], rows: Sequence[int], longest: int) -> dic
 
 
 def _costs(given: Mapping[str, Any], rows: int, longest: int) -> Costs:
-    """Return the costs of rounds with `rows` rows. given: the file's object for this number of rows. Raises KeyError,
-    TypeError and ValueError."""
+    """Return the costs of rounds with `rows` rows. given: the file's object for this number of rows. longest: the
+    longest draft length that it must cover. Raises KeyError, TypeError or ValueError if an entry is missing or wrong.
+    """
     target, rest = (tuple(map(float, given[part])) for part in ("target", "rest"))
     draft, first = float(given["draft"]), float(given["first"])
     if not longest < len(target) == len(rest):

@@ -39,7 +39,8 @@ class Drafted:
 
     path: the draft's folder. plan: the draft with its target.
     cells: forecasts, keyed by (temperature, rows).
-    acceptance: keyed by temperature; if there are several domains, its `by_depth` has the acceptance of each.
+    acceptance: keyed by temperature; its dictionary `by_depth` has the entry `domains`, the acceptance in each domain
+    ({} for one domain).
     costs: costs of rounds, keyed by number of rows. policy: the adaptive policy.
     """
 
@@ -108,9 +109,12 @@ def domains_of(known: Mapping[tuple[int, ...], str], prompts: Sequence[list[int]
 
 
 def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verify: str) -> dict[str, Any]:
-    """Return the figures of each domain: number of texts, mean acceptance, conditional acceptance by depth, and tau at
-    draft lengths 0 .. K. Return {} if there is only one domain. rates: the acceptance on all texts. domains: the domain
-    of each text of `figures`."""
+    """Return, keyed by domain, the number of texts, mean acceptance, conditional acceptance by depth, and tau at draft
+    lengths 0 .. K. Return {} if there is only one domain.
+
+    figures: the probabilities of both models on all texts. rates: the acceptance on all texts. domains: the domain of
+    each text. verify: the verification rule.
+    """
     parts = {one: [i for i, name in enumerate(domains) if name == one] for one in sorted({*domains})}
     if len(parts) < 2:
         return {}
@@ -124,7 +128,7 @@ def by_domain(figures: Figures, rates: Acceptance, domains: Sequence[str], verif
 
 def _trees(plan: Plan, texts: Emitted, chains: Mapping[int, Forecast]) -> dict[int, TreeForecast]:
     """Return the forecast of the best tree, keyed by number of rows. A number of rows without a tree has no entry.
-    chains: forecasts of chains, keyed by number of rows."""
+    texts: the target's texts. chains: forecasts of chains on these texts, keyed by number of rows."""
     distributions = plain_distributions(plan, texts) if plan.bench.trees else None
     if distributions is None:
         return {}

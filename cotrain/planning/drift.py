@@ -59,9 +59,9 @@ class Drift:
 class PlannedTau:
     """A plan's forecast for its recommended draft.
 
-    profiles: temperature -> the share of rounds that accept each depth. The first temperature is the serving
-    temperature. tau, errors: tokens per round at the first temperature, and their standard errors, by draft length from
-    0 on.
+    profiles: temperature -> for depths 1 .. K, the share of rounds that accept this depth. The first temperature is the
+    serving temperature. tau, errors: tokens per round at the first temperature, and their standard errors, by draft
+    length from 0 on.
     """
 
     draft: str
@@ -103,8 +103,8 @@ def read_plan(file: Path) -> PlannedTau:
 
 
 def _entry(given: Any, *keys: str, kind: type = object) -> Any:
-    """Return the entry of nested objects at the path `keys`. Raises ValueError if the entry is missing or has another
-    type than `kind`."""
+    """Return the value at the path `keys` in nested objects. kind: its type. Raises ValueError if the value is missing
+    or has another type."""
     for key in keys:
         given = given.get(key) if isinstance(given, dict) else None
     if given is None or not isinstance(given, kind):
@@ -113,8 +113,8 @@ def _entry(given: Any, *keys: str, kind: type = object) -> Any:
 
 
 def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tuple[float, ...]:
-    """Return a list as a tuple. Raises ValueError unless it is a list of finite numbers from `least` to `most`. name:
-    the entry's name, for the message."""
+    """Return a list as a tuple of numbers. Raises ValueError unless it is a list of finite numbers from `least` to
+    `most`. name: the list's name, for the message."""
     if not isinstance(given, list) or not given:
         raise ValueError(f"{name} must be a list of numbers, not {given!r:.20}")
     for one in given:
@@ -124,9 +124,9 @@ def _numbers(given: Any, name: str, least: float, most: float = math.inf) -> tup
 
 
 def served_counters(log: Path) -> Served:
-    """Return the counters in a file. It is a Prometheus page from vLLM (`curl URL/metrics`), or JSON with `rounds`,
-    `accepted_by_depth` and, if rounds drafted different numbers of tokens, `drafted`. Raises UserError for any other
-    file, and for counters that are impossible."""
+    """Return the counters of a server, read from the file `log`. It is a Prometheus page from vLLM (`curl
+    URL/metrics`), or JSON with `rounds`, `accepted_by_depth` and, if rounds drafted different numbers of tokens,
+    `drafted`. Raises UserError for any other file, and for counters that are impossible."""
     try:
         text = log.read_text(encoding="utf-8")
         if text.lstrip().startswith("{"):
@@ -178,6 +178,7 @@ def _impossible(one: Served) -> str | None:
 
 def drift(plan: PlannedTau, counters: Served) -> Drift:
     """Return the comparison of a server's counters with the plan's recommended draft, at the plan's first temperature.
+    plan: the forecast. counters: rounds, and accepted drafts by depth.
 
     Raises UserError if the server drafts more tokens than the plan forecast, or different numbers of tokens in its
     rounds, since the plan has no forecast for a mixture of lengths.
@@ -217,9 +218,12 @@ def _error(shares: Sequence[float], rounds: int) -> float:
 
 
 def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:
-    """Return the likely cause of a difference, in words. planned: the serving temperature in the plan. nearest: the
-    temperature whose profile is nearest to the served acceptance. shares: the share of served rounds that accept each
-    depth."""
+    """Return the likely cause of a difference, in words.
+
+    profiles: temperature -> the planned share of rounds that accept each depth. planned: the serving temperature in the
+    plan. nearest: the temperature whose profile is nearest to the served acceptance. shares: the share of served rounds
+    that accept each depth.
+    """
     count, expected = len(shares), profiles[planned][: len(shares)]
     first = shares[0] / expected[0] if expected[0] else 1.0
     if first < LOST and shares[0] < LOST * min(one[0] for one in profiles.values()):

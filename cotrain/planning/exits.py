@@ -62,12 +62,12 @@ class TrainingJob(Protocol):
         """Return the source of prompts for a split ("train", "held_out" or "final")."""
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
-        """Return the plan for a measurement of `draft` on these prompts."""
+        """Return the plan for a measurement of `draft` on these prompts; None for a draft that is not measured."""
 
 
 class TextStates(NamedTuple):
-    """One text with the states that predict it. x (n,): its token ids. states: layer -> the normed states (n, D); LAST:
-    the input of the target's head."""
+    """One text with the states that predict it. x (n,): its token ids. states: layer -> (n, D); row i predicts x[i]. A
+    layer's states are after the target's last norm; LAST is the input of the target's head."""
 
     x: Tensor
     states: Mapping[int, Tensor]
@@ -77,6 +77,7 @@ def rated(layers: int, rates: Acceptance, costs: Costs, depths: Sequence[int]) -
     """Return the rating of an exit at its best draft length, 1 or one of `depths`, as an entry of the exit plan.
 
     layers: how many decoder layers draft. rates: the acceptance of the linear exit. costs: the costs of its rounds.
+    depths: draft lengths.
 
     Entries of the result: layers. alpha: mean acceptance of the linear exit. k, tau: the draft length and its tokens
     per target call. cost: seconds of one draft step over seconds of a plain step. speedup: the expected one over plain
@@ -101,7 +102,8 @@ def between(low: Costs, high: Costs, share: float) -> Costs:
 
 
 def line_of(f: Tensor, s: Tensor) -> Tensor:
-    """Return the matrix W (D + 1, D) float64 with which f + [f, 1] W approximates s best. f, s (N, D).
+    """Return the matrix W (D + 1, D) float64 with which f + [f, 1] W approximates s best. f, s (N, D): states after the
+    exit's layers, and the input of the target's head, of the same tokens.
 
     It is fitted by ridge regression. The regularisation weight is the mean squared norm of the rows [f, 1], so W stays
     small if N is small.
@@ -123,7 +125,8 @@ def _with_one(f: Tensor) -> Tensor:
 
 def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan) -> Figures:
     """Return the probabilities of the target and of the linear exit after `layer` layers, on every second text. The
-    exit is fitted on the other texts. head: the target's last states (n, D) -> logits (n, V)."""
+    exit is fitted on the other texts. head: the target's last states (n, D) -> logits (n, V). plan: has the regime, the
+    way of drafting and the draft lengths."""
     fit, judged = texts[0::2], texts[1::2]
     w = line_of(*(torch.cat([text.states[part] for text in fit]) for part in (layer, LAST)))
     lengths = torch.tensor([len(text.x) for text in judged])
@@ -146,7 +149,8 @@ def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan
 def read_states(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
-    """Return each text with its normed states after each of `layers`, and the target's head. vocabulary: V."""
+    """Return each text with its states, and the target's head, states (n, D) -> logits (n, V). texts: of the target.
+    vocabulary: V. layers: after how many decoder layers states are read."""
     reader, head = served(target, vocabulary, layers)
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
@@ -159,8 +163,8 @@ def read_states(
 
 
 def exit_plan(job: TrainingJob, layers: int) -> Plan:
-    """Return a plan to measure an untrained exit after `layers` layers on ranking prompts. On a GPU both models are
-    compiled, as in serving."""
+    """Return a plan to measure an untrained exit after `layers` decoder layers, on the run's ranking prompts. On a GPU
+    both models are compiled, as in serving."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -174,7 +178,8 @@ def exit_plan(job: TrainingJob, layers: int) -> Plan:
 
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:
-    """Return one rating (see `rated`) for each exit in `candidate_exits`."""
+    """Return one rating for each exit to choose from: a dictionary with its number of layers, acceptance, draft length,
+    tau, cost and speed-up (`rated`)."""
     layers = candidate_exits(len(decoder_layers(job.target)))
     ends = [exit_plan(job, at) for at in (layers[0], layers[-1])]
     low, high = (costs_of(plan) for plan in ends)

@@ -56,8 +56,8 @@ class Acceptance:
 
 
 def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Acceptance:
-    """Return the draft's acceptance on the texts of `figures`, at lengths 0 .. longest. verify: the rule, see
-    `predictable_reach`. seed: of the sampled numbers of target calls."""
+    """Return the draft's acceptance on texts, at draft lengths 0 .. longest. figures: the probabilities of both models
+    on the texts. verify: the verification rule. seed: of the sampled numbers of target calls."""
     reaches = [predictable_reach(figures, verify, k) for k in range(1, longest + 1)]
     rows = [figures.lengths, *(predict_chain.calls_from(reach, figures.lengths) for reach in reaches)]
     generator = torch.Generator().manual_seed(seed)
@@ -73,8 +73,9 @@ def acceptance(figures: Figures, verify: str, longest: int, seed: int = 0) -> Ac
 
 
 def sampled_rounds(reach: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
-    """Return how many rounds each text takes in `SAMPLES` sampled runs, (SAMPLES, N) int64. reach (N, T, K+1): see
-    `predict_chain`. lengths (N,): tokens of each text."""
+    """Return how many rounds each text takes in `SAMPLES` sampled runs, (SAMPLES, N) int64. reach (N, T, K+1): entry
+    [i, t, n] is the probability that a round that starts at token t accepts at least n drafts. lengths (N,): tokens of
+    each text. generator: of the random numbers."""
     texts = torch.arange(len(lengths)).expand(SAMPLES, -1)
     at, rounds = torch.zeros_like(texts), torch.zeros_like(texts)
     while bool((inside := at < lengths).any()):
@@ -88,8 +89,9 @@ def sampled_rounds(reach: Tensor, lengths: Tensor, generator: torch.Generator) -
 class TreeForecast:
     """The forecast of a tree in full batches.
 
-    tau: expected tokens per target call. seconds: of a round, all rows together. speedup: over plain decoding. gain:
-    the speed over the best chain's, minus 1. error: the standard error of the gain, from the differences between texts.
+    tree: its nodes and rule. tau: expected tokens per target call. seconds: of a round, all rows together. speedup:
+    over plain decoding. gain: the speed over the best chain's, minus 1. error: the standard error of the gain, from the
+    differences between texts.
     """
 
     tree: PlannedTree
@@ -120,12 +122,13 @@ class TreeForecast:
 class Forecast:
     """The forecast of one draft, at one temperature and batch size.
 
+    acceptance: the draft's on texts.
     seconds[k]: of a round that drafts k tokens, all rows together.
     k: the recommended length of chains; 0: plain decoding.
     fastest: the length with the least expected time, which the texts may not tell apart from k.
     speedups[k], errors[k]: speed-up over plain decoding, and its standard error from the differences between texts.
     gain: how much faster than k `fastest` may be at most (upper end of a 95 % interval), as a share of the speed.
-    alone[k]: speed-up if no prompts wait, see the function `alone`; () if not known.
+    alone[k]: speed-up if batches are decoded one after another, so that a row that ends stays empty; () if not known.
     tree: the best tree; None if no tree was asked for, or if the kind drafts none.
     serves_tree: whether the tree is drafted instead of the chain.
     """
@@ -164,7 +167,7 @@ class Forecast:
         return self.served.tau if self.served else self.acceptance.tau(self.k)
 
     def among(self, lengths: Iterable[int]) -> "Forecast":
-        """Return the same forecast with k set to the fastest of these lengths."""
+        """Return the same forecast with k set to the length in `lengths` with the highest expected speed-up."""
         return replace(self, k=max(lengths, key=self.speedups.__getitem__))
 
     @property
@@ -179,8 +182,8 @@ class Forecast:
 
     @property
     def break_even(self) -> float | None:
-        """Return the acceptance above which a draft pays at these costs, see `break_even`. None if no acceptance
-        pays."""
+        """Return the acceptance (the same at every depth) above which some draft length beats plain decoding at these
+        costs; None if no acceptance pays."""
         return break_even(self.seconds)
 
 
@@ -205,11 +208,13 @@ def break_even(seconds: Sequence[float]) -> float | None:
 
 
 def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) -> tuple[float, ...]:
-    """Return, by draft length, the speed-up if batches of `rows` texts are decoded one after another. A row that ends
-    then stays empty, because no prompts wait, so the last rounds have fewer rows. Return () for fewer texts than rows.
+    """Return, by draft length from 0 on, the speed-up if batches of `rows` texts are decoded one after another. A row
+    that ends then stays empty, because no prompts wait, so the last rounds have fewer rows. Return () for fewer texts
+    than rows.
 
-    table: seconds of rounds by number of rows, see `seconds_of`. In each sample, texts are put into batches in a random
-    order. Texts that fill no batch are left out.
+    rates: the draft's acceptance on the texts. table: seconds of rounds by draft length, keyed by number of rows; other
+    numbers of rows are interpolated. In each sample, texts are put into batches in a random order. Texts that fill no
+    batch are left out.
     """
     samples, count = rates.samples, rates.samples.shape[-1] // rows * rows
     if not count:
@@ -226,7 +231,7 @@ def alone(rates: Acceptance, table: Mapping[int, Sequence[float]], rows: int) ->
 
 
 def forecast(rates: Acceptance, costs: Costs) -> Forecast:
-    """Return the forecast of a draft. rates: its acceptance on texts. costs: of its rounds.
+    """Return the forecast of a draft. rates: its acceptance on texts. costs: the costs of its rounds.
 
     The recommended length is the shortest one whose expected time exceeds the fastest length's by at most one standard
     error of the paired difference over texts (the one-standard-error rule: Breiman et al., Classification and
@@ -261,7 +266,8 @@ def error_of_tau(tokens: Tensor, calls: Tensor) -> float:
 
 
 def mean_acceptance(figures: Figures) -> float:
-    """Return the mean acceptance of the first draft of a round, over the tokens of the texts."""
+    """Return the mean acceptance of the first draft of a round, over the tokens of all texts. figures: the
+    probabilities of both models on the texts."""
     inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
     return float(figures.first(figures.alpha)[inside].mean())
 

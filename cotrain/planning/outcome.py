@@ -62,7 +62,7 @@ def files(best: Drafted, batches: Sequence[int], plan: Mapping[str, Any]) -> dic
     """Return the contents of the files for other programs, keyed by file name: the schedule of draft lengths by batch
     size at the first temperature, the acceptance of the recommended draft, and its adaptive policy.
 
-    best: the recommended draft. batches: the batch sizes. plan: the content of plan.json.
+    best: the recommended draft. batches: the batch sizes of the plan. plan: the content of plan.json.
     """
     t = next(iter(best.acceptance))
     lengths = {rows: best.cells[t, rows].k for rows in batches}
@@ -154,7 +154,7 @@ def schedules(lengths: Mapping[int, int]) -> dict[str, Any]:
 
 
 def forecast_table(drafts: Sequence[Drafted]) -> str:
-    """Return the forecasts as a table, followed by remarks for the user."""
+    """Return the forecasts of all drafts as a table, followed by remarks for the user."""
     rows = [
         [
             "draft",
@@ -189,7 +189,7 @@ def forecast_table(drafts: Sequence[Drafted]) -> str:
 
 def domain_line(domains: Mapping[str, Any]) -> list[str]:
     """Return a list with a line for the user about the acceptance in each domain; [] if domains are not known. domains:
-    see `drafted.by_domain`."""
+    the figures of each domain, from `drafted.by_domain`."""
     parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
     return [f"acceptance by domain: {parts}"] if parts else []
 
@@ -208,8 +208,8 @@ def _columns(cell: Forecast) -> list[str]:
 
 
 def forecast_remarks(cell: Forecast) -> list[str]:
-    """Return lines for the user that are not in the table: whether more texts could show a faster length, and whether a
-    tree is faster."""
+    """Return lines for the user that are not in the table: whether more texts could show that another length is faster,
+    and whether a tree is faster."""
     tree, lines = cell.tree, []
     if cell.undecided:
         lines.append(

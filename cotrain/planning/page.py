@@ -55,7 +55,8 @@ def _names(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _headline(cells: Sequence[Mapping[str, Any]], best: str) -> Markup:
-    """Return the recommendation for the draft `best` in one line, at its first temperature and number of rows."""
+    """Return the recommendation in one line: whether to serve with the draft `best` (its path), and how, at its first
+    temperature and number of rows. cells: entries of plan.json."""
     cell = next(one for one in cells if one["draft"] == best)
     where = f"at temperature {cell['temperature']:g}, {cell['rows']} row{'s' * (cell['rows'] > 1)}"
     if cell["tree"] and cell["tree"]["recommended"]:
@@ -92,7 +93,8 @@ def _recommended(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -
 
 
 def _by_length(cells: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> list[Chart]:
-    """Return a chart for each temperature, with one series for each draft and number of rows."""
+    """Return a chart of the speed-up by draft length for each temperature, with one series for each draft and number of
+    rows. cells: entries of plan.json. names: the drafts' short names, by path."""
     charts = []
     for t in dict.fromkeys(cell["temperature"] for cell in cells):
         series = []

@@ -27,7 +27,8 @@ from inference.source import SourcedText
 
 
 class CompiledParts(NamedTuple):
-    """Which models are compiled: the target in plain decoding, the target in speculative rounds, the draft."""
+    """Which models are compiled. plain: the target in plain decoding. target: the target in speculative rounds. draft:
+    the draft."""
 
     plain: bool = False
     target: bool = False
@@ -56,9 +57,9 @@ class Plan:
 
     @cached_property
     def served(self) -> PreTrainedModel:
-        """Return the draft in eval mode, in the dtype bench.draft_dtype. It is a copy unless the draft has both
-        already. A draft that uses the target's encoder keeps its own dtype if a conversion would change the encoder's
-        weights, because it could then no longer use the target's."""
+        """Return the draft in eval mode, in the dtype bench.draft_dtype. It is a copy unless the draft is already in
+        eval mode and in this dtype. A draft that uses the target's encoder keeps its own dtype if a conversion would
+        change the encoder's weights, because it could then no longer use the target's."""
         wanted = self.bench.draft_dtype
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
@@ -79,7 +80,7 @@ class Plan:
         return self.served if self.int8 else widened(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
-        """Return the same plan for another number of rows, with the same served draft."""
+        """Return a copy of the plan for `rows` texts decoded at once, with the same served draft."""
         bench = copy.copy(self.bench)
         bench.rows = rows
         return replace(self, draft=self.served, bench=bench)
@@ -115,8 +116,8 @@ class Plan:
         """Return the speculative engine.
 
         k: draft length, or the number of levels of a tree. rows: how many texts are decoded at once; set it only when
-        tokens are counted and nothing is timed. proposer: drafts chains in place of the draft's own proposer; None for
-        the latter.
+        tokens are counted and nothing is timed, since nothing is then compiled. proposer: drafts chains in place of the
+        plan's own proposer; None for the plan's own.
         """
         rule = self.rule if proposer is None else self.verify
         return Engine(
@@ -130,12 +131,14 @@ class Plan:
         )
 
     def plain(self, rows: int | None = None) -> Engine:
-        """Return the engine that decodes without a draft. rows: see `engine`."""
+        """Return the engine that decodes without a draft. rows: how many texts are decoded at once; set it only when
+        nothing is timed, since nothing is then compiled. None for bench.rows."""
         compile = None if rows else self.compiled.plain
         return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
 
     def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
-        """Return one arm of a timing for each engine, with its name. sampling: replaces the plan's; None keeps it."""
+        """Return one arm of a timing for each engine. engines: by the arm's name. sampling: the arms' regime; None for
+        the plan's."""
         new_tokens = self.bench.new_tokens
         return [engine_arm(name, engine, sampling or self.sampling, new_tokens) for name, engine in engines.items()]
 
@@ -147,13 +150,15 @@ class Plan:
         return apart(*shipped_ids(self.tokenizer, self.bench.prompt_tokens, encoder), [], "shipped")
 
     def ranking(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` ranking prompts from number `first` (0-based) on; after the last one, the first follows. Each
-        is a list of token ids. For an encoder-decoder it has the first ids of the decoder's text, and carries the
-        encoder input."""
+        """Return `count` ranking prompts from number `first` (0-based) on, as token ids; after the last prompt, the
+        first follows. For an encoder-decoder, a prompt is the first ids of the decoder's text, and has the encoder
+        input as an attribute."""
         return self._read(self.prompts.ranking, first, count)
 
     def final(self, first: int, count: int) -> list[list[int]]:
-        """Return `count` final prompts, on which the exported draft is timed and checked, in the form of `ranking`."""
+        """Return `count` final prompts, on which the exported draft is timed and checked, from number `first` (0-based)
+        on, as token ids; after the last prompt, the first follows. For an encoder-decoder, a prompt is the first ids of
+        the decoder's text, and has the encoder input as an attribute."""
         return self._read(self.prompts.final, first, count)
 
     def _read(self, prompts: Sequence[list[int]], first: int, count: int) -> list[list[int]]:

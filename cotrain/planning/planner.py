@@ -53,7 +53,7 @@ class MeasuredCosts:
     """The costs of the plan's rounds.
 
     alone: the costs of each part, timed separately. rounds: timed real rounds, keyed by draft length. costs: `alone`,
-    scaled to the real rounds (`calibrated`).
+    scaled so that they fit the real rounds.
     """
 
     costs: Costs
@@ -71,8 +71,8 @@ class MeasuredCosts:
 
 
 def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Return the plan, in which each part is compiled if it is then faster, and the costs of rounds. Real rounds are
-    timed with and without compiling on a GPU, or if bench.compile is set; otherwise nothing is compiled.
+    """Return the plan, in which each part is compiled if it is then faster, and the costs of its rounds. Real rounds
+    are timed with and without compiling on a GPU, or if bench.compile is set; otherwise nothing is compiled.
 
     until: the deadline, a value of time.perf_counter(). If it leaves too little time to measure compiled parts, nothing
     is compiled.
@@ -102,8 +102,8 @@ def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts
 
 
 def measured_costs(plan: Plan, until: float = inf) -> MeasuredCosts:
-    """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: see
-    `choose_compiled`."""
+    """Return the costs of the parts, scaled to timed real rounds of the plan's engines. until: the deadline for these
+    rounds, a value of time.perf_counter()."""
     table = costs_of(plan)
     return MeasuredCosts(table, table, {}).at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
@@ -123,8 +123,9 @@ def costs_of(plan: Plan, most: int | None = None) -> Costs:
 
 
 def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict[Drafts, RealRound]:
-    """Return the seconds of real rounds for each tree or chain, timed in turn on ranking prompts, keyed by tree or
-    length. drafted: trees, or lengths of chains; 0 is plain decoding. until: see `choose_compiled`."""
+    """Return the seconds of real rounds with each tree or chain, timed in turn on ranking prompts, keyed by tree or
+    length. drafted: trees, or lengths of chains; 0 is plain decoding. until: the deadline, a value of
+    time.perf_counter(), after which no further rounds are timed than needed for a figure."""
     size, chains = plan.bench, [one for one in drafted if isinstance(one, int) and one]
     chain_engine = plan.engine(max(chains)) if chains else None
     engines: dict[Drafts, tuple[Engine, int]] = {}
@@ -143,23 +144,23 @@ def rounds_of(plan: Plan, drafted: Sequence[Drafts], until: float = inf) -> dict
 
 
 def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
-    """Return `count` texts: ranking prompts, continued by plain decoding. Predictions are computed on them; nothing is
-    timed."""
+    """Return `count` texts of the target: ranking prompts, continued by plain decoding. Predictions are computed on
+    them; nothing is timed."""
     size = plan.bench
     prompts = plan.ranking(size.quick_prompts, count)
     return interleave(plan.arms({"plain": plan.plain(BATCH)}), prompts, BATCH, size.seed, warmup=0).texts("plain")
 
 
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
-    """Return the probabilities of both models on texts, at draft length k, computed in large batches. noise: the
-    numerical noise of differences between the target's logits, as a verdict on exactness gives it."""
+    """Return the probabilities of both models on texts of the target, at draft length k. noise: the numerical noise of
+    differences between the target's logits, as measured in the check of exactness."""
     engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
 def measure_acceptance(plan: Plan, texts: Emitted | None = None) -> Acceptance:
-    """Return the acceptance of the plan's draft at all lengths up to the longest of its depths. texts: None for new
-    `plain_texts`."""
+    """Return the acceptance of the plan's draft at draft lengths 0 to the longest of the plan's depths. texts: the
+    target's texts; None: new ones are decoded."""
     longest = max(plan.depths)
     return acceptance(text_figures(plan, texts or plain_texts(plan), longest), plan.verify, longest)
 
@@ -173,11 +174,12 @@ def plan_draft(
     """Choose the draft length of a chain, or a tree if one is faster. The plan's own tree competes with others; if the
     plan has a planned length, its tree is drafted in any case.
 
-    texts: `plain_texts`, on which acceptance is predicted. until: the deadline of timed rounds, see `choose_compiled`.
+    costs: of the plan's rounds. texts: the target's texts, on which acceptance is predicted. until: the deadline of
+    timed rounds, a value of time.perf_counter().
 
     Returns the plan that drafts the choice, the costs of chains after scaling to the timed rounds, and the forecast.
-    With several rows, the speed-ups of chains are for batches without waiting prompts (`forecast.alone`), as they are
-    timed; the speed-ups of trees are for full batches.
+    With several rows, the speed-ups of chains are for batches without waiting prompts, as they are timed; the speed-ups
+    of trees are for full batches.
     """
     given, plan, rows = plan, replace(plan, tree=None), plan.bench.rows
     rates = measure_acceptance(plan, texts)
@@ -198,8 +200,9 @@ def plan_length(
     costs. If no rounds at this length were timed, some are timed, and the length is chosen again with the costs scaled
     to them.
 
-    rates: acceptance. until: see `choose_compiled`. one_row: seconds of rounds with one row by draft length, for
-    batches without waiting prompts; () otherwise.
+    rates: the draft's acceptance on texts. until: the deadline of timed rounds, a value of time.perf_counter().
+    one_row: seconds of rounds with one row by draft length, if batches without waiting prompts are forecast; ()
+    otherwise.
     """
     lengths = plan.depths if plan.planned else sorted({1, *plan.depths})
 
@@ -224,8 +227,9 @@ def best_tree(plan: Plan, chains: Forecast, texts: Emitted, until: float = inf) 
     """Return the tree with the fastest timed rounds per token, among trees of at most bench.trees nodes and the plan's
     own tree.
 
-    Return None if the kind drafts no trees, if no tree rule can replace the plan's rule (`RULES`), or if there are no
-    candidates. chains: the forecast of chains on the same texts, `plain_texts`. until: see `choose_compiled`.
+    chains: the forecast of chains on `texts`. texts: the target's texts. until: the deadline of timed rounds, a value
+    of time.perf_counter(). Return None if the kind drafts no trees, if no tree rule can replace the plan's rule
+    (`RULES`), or if there are no candidates.
     """
     given, plan = plan.tree, replace(plan, tree=None)
     if plan.verify not in RULES or not plan.bench.trees and given is None:
@@ -255,8 +259,8 @@ def fastest_tree(
     and the chain.
 
     chains: the forecast of chains at the plan's temperature and rows. distributions: both models' on the first of its
-    texts. until: see `choose_compiled`. in_turn: whether speed-ups are relative to the chain's seconds in these rounds;
-    otherwise all seconds are scaled so that the chain's equal those in `chains`.
+    texts. until: the deadline of timed rounds, a value of time.perf_counter(). in_turn: True: speed-ups are relative to
+    the chain's seconds in these rounds. False: all seconds are scaled so that the chain's equal those in `chains`.
     """
     if not trees:
         return None
@@ -279,11 +283,11 @@ def fastest_tree(
 
 
 def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distributions | None:
-    """Return the distributions of both models on the texts, or on as many of them as `ENTRIES` allows; None for kinds
-    that draft no trees.
+    """Return the distributions of both models on the texts, or on as many of the first texts as `ENTRIES` allows.
+    Return None for kinds that draft no trees.
 
     A draft that is no language model has another distribution at each depth. Its distributions come from forced rounds
-    of chains, as deep as the longest of bench.depths, and with at least `levels` drafts.
+    of chains, as deep as the longest of the plan's depths, and with at least `levels` drafts.
     """
     if not kind_of(plan.kind).drafts_trees:
         return None
@@ -301,8 +305,8 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
 
 
 def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
-    """Return a model for the seconds of rounds with trees of up to bench.trees nodes. It is fitted to timed rounds of a
-    few trees. until: see `choose_compiled`."""
+    """Return a model for the seconds of rounds with trees of up to bench.trees nodes, fitted to timed rounds of a few
+    trees. until: the deadline of timed rounds, a value of time.perf_counter()."""
     most, likeliest = plan.bench.trees, plan.objective == "greedy"
     trees = [PlannedTree(parents, "tree", likeliest) for parents in probes(most, max(plan.depths))]
     rounds = rounds_of(plan, trees, until)
@@ -310,15 +314,16 @@ def tree_seconds(plan: Plan, until: float = inf) -> Seconds:
 
 
 def tree_search(plan: Plan, distributions: Distributions) -> Search:
-    """Return the search over trees of at most bench.trees nodes. Children are sampled or the most probable tokens; with
-    greedy drafting and at temperature 0, only the latter."""
+    """Return the search over trees of at most bench.trees nodes. distributions: both models', on texts. The children of
+    a node are sampled or the most probable tokens; with greedy drafting and at temperature 0, only the latter."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
     children = min(CHILDREN, most, distributions.p.shape[-1])
     return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
 
 
 def candidate_trees(search: Search, seconds: Seconds) -> list[PlannedTree]:
-    """Return the best tree for each rule and each way to choose children, ordered by seconds per token."""
+    """Return the best tree for each rule and each way to choose children, fastest first. search: over trees. seconds:
+    the model for the seconds of rounds."""
     return [PlannedTree(one.parents, one.rule, one.likeliest) for one in search.ranked(seconds, branching=True)]
 
 
@@ -328,7 +333,8 @@ def _likeliest_only(plan: Plan) -> bool:
 
 
 def tree_calls(distributions: Distributions, tree: PlannedTree) -> Tensor:
-    """Return the expected target calls of each text (N,) with a tree, see `reach_under`."""
+    """Return the expected target calls (N,) of each text if rounds draft this tree. distributions: both models', on the
+    N texts."""
     reach = reach_under(distributions, tuple(tree.parents), tree.rule, tree.likeliest)
     return predict_chain.calls_from(reach, distributions.lengths)
 
@@ -347,8 +353,8 @@ def choice_line(chosen: Forecast) -> str:
 
 
 def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
-    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, the tree. rule:
-    the verification rule for chains."""
+    """Return the report's entries about the plan: the chain's length and, if a tree is drafted instead, the tree.
+    chosen: the forecast. rule: the verification rule for chains."""
     best, tree = chosen.tree, chosen.served.tree if chosen.served else None
     return {
         "planned_k": chosen.k,
@@ -362,15 +368,15 @@ def plan_entries(chosen: Forecast, rule: str) -> dict[str, Any]:
 
 
 def served_tree(extra: Mapping[str, Any]) -> PlannedTree | None:
-    """Return the drafted tree of a report, or None if chains were drafted. extra: the report's `extra`."""
+    """Return the tree that was drafted, or None if chains were drafted. extra: the entry `extra` of a report."""
     if not extra.get("planned_shape"):
         return None
     return PlannedTree(extra["planned_shape"], extra["planned_rule"], extra["planned_likeliest"])
 
 
 def advice(chosen: Forecast, speedup: Interval) -> str | None:
-    """Return a sentence for the user if no speed-up was measured, otherwise None. speedup: the measured speed-up of the
-    chosen chain or tree over plain decoding."""
+    """Return a sentence for the user if no speed-up was measured, otherwise None. chosen: the forecast of the chosen
+    chain or tree. speedup: its measured speed-up over plain decoding."""
     drafted = f"{speedup.value:.2f}x " + (f"with {chosen.served.words()}" if chosen.served else f"at k = {chosen.k}")
     if speedup.faster is False:
         return (

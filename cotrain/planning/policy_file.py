@@ -77,8 +77,12 @@ class Observing(Adaptive):
 def observed(
     engine: Engine, longest: int, prompts: Sequence[list[int]], sampling: Sampling, new_tokens: int, seed: int
 ) -> list[RowRound]:
-    """Return the rounds of `engine` with chains of `longest` drafts, in the order of time. The engine's policy is
-    replaced meanwhile."""
+    """Return the rounds of `engine` with chains of `longest` drafts, one per row and round, in the order of time. The
+    engine's policy is replaced until the call returns.
+
+    prompts: token ids of each. sampling: the regime. new_tokens: the most tokens of a text. seed: of the random
+    numbers.
+    """
     policy = Observing({1: (1.0,) * (longest + 1)}, UNKNOWN)  # more drafts cost nothing, so none stops
     with drafting_by(engine, policy):
         engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed).whole()
@@ -93,7 +97,8 @@ def share(rounds: Sequence[RowRound]) -> float:
 
 def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
     """Return the estimates of acceptance that fit the rounds best. mean: the share of accepted drafts. With fewer than
-    `FEWEST` observations, as for drafts whose distribution is not read, a row's estimate is its recent acceptance."""
+    `FEWEST` observations, for example for drafts whose distribution is not read, the estimate for a row is its recent
+    acceptance."""
     later = [(one, depth) for one in rounds for depth in range(1, one.seen)]
     if len(later) < FEWEST:
         return Estimates(mean, BY_RATE, BY_RATE)
@@ -115,11 +120,11 @@ def estimates(mean: float, rounds: Sequence[RowRound]) -> Estimates:
 def policy_of(
     costs: Mapping[int, Costs], fit: Estimates, rounds: Sequence[RowRound], vocabulary: int, device: torch.device
 ) -> Adaptive:
-    """Return the policy for these costs. It decides after each draft only at those numbers of rows at which this pays
-    on `rounds`.
+    """Return the adaptive policy for these costs. It decides after each draft only at those numbers of rows at which
+    this pays on `rounds`.
 
-    costs: keyed by number of rows. fit: the estimates of acceptance. vocabulary, device: of the logits that the policy
-    reads.
+    costs: of rounds, keyed by number of rows. fit: the estimates of acceptance. rounds: observed ones. vocabulary,
+    device: of the logits that the policy reads.
     """
     policy = Adaptive({rows: one.rounds for rows, one in sorted(costs.items())}, fit, {})
     deciding = {rows: decision_seconds(policy, rows, vocabulary, device) for rows in policy.seconds}
@@ -132,8 +137,8 @@ def policy_of(
 
 
 def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch.device) -> float:
-    """Return the median seconds to read a draft's distribution, logits (rows, vocabulary), and to decide about the next
-    draft."""
+    """Return the median seconds to read a draft's distribution, logits (rows, vocabulary) on `device`, and to decide by
+    `policy` about the next draft."""
     decisions, seconds = replace(policy, deciding=None).begin(), []
     logits, temperature = torch.randn(rows, vocabulary, device=device), torch.ones(rows, device=device)
     for _ in range(REPEATS):
@@ -147,8 +152,8 @@ def decision_seconds(policy: Adaptive, rows: int, vocabulary: int, device: torch
 
 
 def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
-    """Return the tokens per second that the policy would reach on observed rounds, `rows` rows at a time, by its own
-    table of seconds; 0 for too few rounds.
+    """Return the tokens per second that the policy would reach on observed rounds, taken `rows` at a time, by its own
+    table of seconds; 0 if there are fewer than `rows` rounds.
 
     Rounds at the end of a text that drafted less than the longest chain are left out. A row that accepted n of the
     longest chain is assumed to accept min(n, k) of k drafts.
@@ -167,7 +172,8 @@ def replayed(policy: Adaptive, rounds: Sequence[RowRound], rows: int) -> float:
 
 
 def _decided(decisions: CallDecisions, tops: Numbers) -> int:
-    """Return the number of drafts after which a round ends. tops (A, K): the highest probability, by row and draft."""
+    """Return the number of drafts after which a round ends. decisions: of one call. tops (A, K): the highest
+    probability in the distribution of each draft, by row and depth."""
     rows, longest = tops.shape
     for depth in range(longest):
         decisions.note(tops[:, depth])

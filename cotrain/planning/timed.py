@@ -23,12 +23,12 @@ def timed_cells(plan: Plan, cells: Mapping[tuple[float, int], Forecast], policy:
     """Return one entry for each forecast, timed on final prompts for bench.minutes or until the interval is as narrow
     as bench.interval.
 
-    cells: forecasts, keyed by (temperature, rows). policy: the adaptive policy.
+    plan: the draft with its target. cells: forecasts, keyed by (temperature, rows). policy: the adaptive policy.
 
     An entry has, for each arm (a draft length, the adaptive policy or the recommended tree), the measured speed-up over
-    plain decoding (`_ratios`: value, low, high), tau, and the forecast. Batches are decoded without waiting prompts. So
-    for several rows the forecast of a length is `Forecast.alone`; the forecast of a tree is still for full batches. For
-    several rows, the recommended length is also timed with waiting prompts (`full_batches`).
+    plain decoding (value, low, high), tau, and the forecast. Batches are decoded without waiting prompts, and the
+    forecast of a length is for such batches; the forecast of a tree is for full batches. For several rows, the
+    recommended length is also timed with waiting prompts (`full_batches`).
     """
     measured = []
     for (t, rows), cell in cells.items():
@@ -80,8 +80,8 @@ def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
 
 
 def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) -> dict[str, Any]:
-    """Return the measured and the forecast speed-up of the draft length `best` with `QUEUE` prompts per row, so that a
-    waiting prompt takes the place of each row that ends."""
+    """Return the measured and the forecast speed-up of the draft length `best` in full batches: there are `QUEUE`
+    prompts per row, so a waiting prompt takes the place of each row that ends. engines: by name."""
     size, name, queue = plan.bench, f"k = {best}", QUEUE * plan.bench.rows
     arms = plan.arms({one: engines[one] for one in (PLAIN, name)})
     runs, wanted = _wanted(size, -(-size.prompts // queue), 1 / 3)
@@ -90,28 +90,29 @@ def _full(plan: Plan, cell: Forecast, best: int, engines: Mapping[str, Engine]) 
 
 
 def _ratios(timing: Timing, name: str) -> dict[str, Any]:
-    """Return the speed of an arm over plain decoding's: `speedup` includes the time to read prompts, `decode` does not.
-    The forecast is for `decode`."""
+    """Return the speed of the arm `name` over plain decoding's, each as value, low and high: `speedup` includes the
+    time to read prompts, `decode` does not. The forecast is for `decode`."""
     return {"speedup": timing.ratio(name, PLAIN)._asdict(), "decode": timing.ratio(name, PLAIN, decode=True)._asdict()}
 
 
 def _wanted(size: Bench, batches: int, share: float) -> tuple[int, Wanted]:
-    """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after
-    `share` of bench.minutes. With bench.minutes=0 timing stops after these batches. There are at least FEWEST batches,
-    since fewer give no interval."""
+    """Return the number of different batches to time, and when to stop: at an interval of bench.interval, or after the
+    share `share` of bench.minutes. With bench.minutes=0 timing stops after `batches` batches. There are at least FEWEST
+    batches, since fewer give no interval."""
     batches = max(batches, FEWEST)
     until = time.perf_counter() + 60 * share * size.minutes
     return batches, Wanted(batches, size.interval, until) if size.minutes else Wanted(batches)
 
 
 def arms_of(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arms of an entry of `timed_cells`, keyed by name, and the arm of full batches if there is one."""
+    """Return the arms of a timed cell, keyed by name, and the arm of full batches if it has one. cell: an entry of
+    `timed_cells`."""
     full = cell.get("full_batches")
     return {**cell["arms"], **({f"k = {full['k']}, others wait": full} if full else {})}
 
 
 def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
-    """Return the entries of `timed_cells` as a table for the user."""
+    """Return the measured and forecast speed-ups as a table for the user. cells: the entries of `timed_cells`."""
     rows = [["temperature", "rows", "drafts", "tau", "speed-up", "decoding alone", "95 % interval", "forecast"]]
     for cell in cells:
         for name, arm in arms_of(cell).items():

@@ -31,7 +31,7 @@ class Ask:
 
 
 class Sampler(Protocol):
-    """Continues prompts, at most `rows` of them at once."""
+    """Continues prompts. rows: how many prompts are continued at once."""
 
     @property
     def rows(self) -> int: ...
@@ -39,17 +39,17 @@ class Sampler(Protocol):
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        """Return the new token ids for each prompt, including the end token.
+        """Return the new token ids for each prompt, including the end token that ended a text.
 
-        prompts: token ids of each. new_tokens: the most tokens in a continuation. seed, keys: fix the random numbers;
-        there is one key per prompt.
+        prompts: token ids of each. sampling: the regime. new_tokens: the most tokens in a continuation. seed, keys: fix
+        the random numbers; keys has one number per prompt.
         """
 
 
 @dataclass(frozen=True)
 class Own:
-    """Samples with this engine. A proposer makes the engine faster and does not change the distribution of the
-    texts."""
+    """Samples with this engine. If the engine has a draft, it is faster, and the distribution of the texts is the same.
+    A call raises UserError if the engine cannot continue a prompt."""
 
     engine: Engine
 
@@ -70,8 +70,8 @@ class Own:
 class Faster:
     """Uses the fastest of several samplers with the same distribution.
 
-    Each sampler continues one batch to warm up and one batch that is timed. All later batches go to the fastest.
-    samplers: by name. speeds: by name, tokens per second of the sampler's last batch; 0 after the first.
+    Each sampler continues one batch to warm up, then one batch that is timed. All later batches go to the fastest.
+    samplers: sampler by name. speeds: by name, the tokens per second of the sampler's last batch; 0 after its first.
     """
 
     samplers: Mapping[str, Sampler]
@@ -99,11 +99,11 @@ class Remote:
 
     If the server returns no token ids, prompts are sent as text, and answers are tokenized here. The tokens may then
     differ from the sampled ones, but they decode to the same text. If a prompt or an answer changes when it is encoded
-    and decoded again, its continuation is [], and the text is left out.
+    and decoded again, its continuation is [].
 
-    rows: the most concurrent requests. ends: token ids that end a text. If the server does not report which of them
-    ended a text, it is the last one that occurs in the prompt (a chat template ends each turn with it), or else the
-    tokenizer's.
+    rows: the most concurrent requests. ends: token ids that end a text. If the server does not report the id that ended
+    a text, it is assumed to be the last of `ends` in the prompt (a chat template ends each turn with it) or, without
+    one, the tokenizer's end token.
     """
 
     client: Client
@@ -124,8 +124,8 @@ class Remote:
         return completions
 
     def _asked(self, prompt: list[int]) -> str | None:
-        """Return a text that the server encodes as the prompt, or None if there is none. The text leaves out a start
-        token that the server's tokenizer adds itself."""
+        """Return a text that the server's tokenizer encodes as the prompt, or None if there is no such text. If the
+        tokenizer adds a start token itself, the text does not have it."""
         texts = (self._text(prompt), self._text(prompt[1:]))
         return next((text for text in texts if list(self.tokenizer(text)["input_ids"]) == prompt), None)
 
@@ -188,17 +188,17 @@ def collect(
     seconds: float | None = None,
     title: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample a continuation of every (domain, prompt ids) in `asked`. Return rows with the keys of
-    `training_texts.FEATURES`, in the order of `by_length`.
+    """Sample a continuation of every prompt in `asked`, pairs (domain, token ids). Return one row {"domain", "prompt",
+    "completion"} per prompt, with token ids, in the order in which they were sampled (`by_length`).
 
     Args:
-        partial: the file to which each finished batch is appended; an interrupted run continues after the last one.
-        say: a function that receives one line per batch; None: progress is shown by `Display`.
-        keys: one per prompt, for the random numbers; None for the index of each prompt. A resumed run thus samples the
-            same texts as an uninterrupted one.
+        partial: the file to which each finished batch is appended. If it exists, sampling continues after its last row.
+        say: a function that receives one line per batch; None: a progress bar is shown.
+        keys: one number per prompt, for the random numbers; None for the index of each prompt. A resumed run thus
+            samples the same texts as an uninterrupted one.
         seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
             there may be fewer rows than prompts.
-        title: of the display; None for the temperature.
+        title: of the progress bar; None for the temperature.
     """
     keys = range(len(asked)) if keys is None else keys
     order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0)
@@ -229,12 +229,12 @@ def collect(
 
 
 def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
-    """Return the indices of prompts of these lengths, in the order in which they are sampled. A batch takes as long as
-    its longest prompt, so the longest prompts come first within each `WINDOW` prompts. The order does not depend on the
-    batch size, so an interrupted run can be resumed with another batch size.
+    """Return the indices of prompts in the order in which they are sampled. lengths: tokens of each prompt. first: how
+    many prompts at the beginning keep their order.
 
-    first: how many prompts stay in order. Sampling with a time limit may end early, and a set of the longest prompts
-    alone might miss some domains.
+    A batch takes as long as its longest prompt, so the longest prompts come first within each `WINDOW` prompts. The
+    order does not depend on the batch size, so an interrupted run can be resumed with another one. Sampling with a time
+    limit may end early, and a set of the longest prompts alone might miss some domains, hence `first`.
     """
     every = range(len(lengths))
     windows = (every[start : start + WINDOW] for start in range(first, len(lengths), WINDOW))

@@ -106,8 +106,8 @@ def unended(template: Template) -> str | None:
 
 
 def needed(texts: int, held_out_texts: int, timed: int) -> dict[str, int]:
-    """Return how many prompts a run needs, keyed by split. texts: to learn from. held_out_texts: to rank checkpoints.
-    timed: to time the draft."""
+    """Return how many prompts a run needs, keyed by split. texts: the number to learn from. held_out_texts: the number
+    to rank checkpoints with. timed: the number to time the draft with."""
     return dict(zip(SPLITS, (texts, held_out_texts, timed), strict=True))
 
 
@@ -116,9 +116,10 @@ class SelfPrompts:
     """Prompts that a target samples itself.
 
     Args:
-        folder: where they are written.
-        identity: the target's fingerprint, see `fingerprints.identity`.
-        wanted: how many prompts are needed, keyed by split, see `needed`.
+        template: the target's chat template.
+        folder: where the file of prompts is written.
+        identity: the target's fingerprint, a JSON object (`fingerprints.identity`).
+        wanted: how many prompts are needed, keyed by split.
         tokens: the most tokens of a prompt.
         seconds: the most time for sampling; None for no limit.
     """
@@ -136,11 +137,12 @@ class SelfPrompts:
         return self.folder / f"{NAME}.jsonl"
 
     def file(self, by: Callable[[], Sampler], say: Say | None = None) -> Path:
-        """Return the file of the prompts. If it does not have them yet, they are sampled with the sampler that `by()`
-        returns. A line about the numbers of sampled, kept and dropped prompts goes to `say` (None: it is printed).
+        """Return the path of the file of prompts. If the file does not have enough prompts of this target, they are
+        sampled first. by: returns the sampler. say: receives a line with the numbers of sampled, kept and dropped
+        prompts; None: it is printed.
 
         Only the first of several processes samples. An interrupted call is continued by the next one. Raises UserError
-        if a split stays empty.
+        if a split gets no prompt.
         """
         about = self.folder / f"{NAME}.json"
         if rank():
@@ -174,8 +176,8 @@ class SelfPrompts:
         return dict(json.loads(json.dumps(values)))
 
     def _fits(self, about: Path) -> bool:
-        """Return whether the file has the prompts that would be sampled, or more of them. about: the JSON file that
-        describes how they were sampled."""
+        """Return whether the file of prompts has at least the prompts that would be sampled now. about: the JSON file
+        that describes how it was sampled."""
         if not about.is_file() or not self.path.is_file():
             return False
         stored, asked = json.loads(about.read_text(encoding="utf-8")), self._origin()
@@ -224,8 +226,8 @@ class SelfPrompts:
         return rows, counts
 
     def _missing(self, splits: Mapping[str, int]) -> int:
-        """Return how many more prompts must pass the filters so that each split has as many as wanted. splits: how many
-        each has."""
+        """Return how many more prompts must pass the filters, so that each split is expected to have as many as wanted.
+        splits: the number that each has now."""
         share = {split: PERCENT.get(split, 100 - sum(PERCENT.values())) / 100 for split in SPLITS}
         return max(math.ceil(max(self.wanted[split] - splits.get(split, 0), 0) / share[split]) for split in SPLITS)
 
@@ -252,7 +254,8 @@ def filtered(
 
 
 def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, bool]:
-    """Return the text that the target wrote, without its end, and whether it ended."""
+    """Return the text that the target wrote, up to the token or text that ended it, and whether one of these ended it.
+    ids: what the target sampled. opened: where it began, with what ends it."""
     end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
     text = str(template.tokenizer.decode(ids[:end], skip_special_tokens=False))
     closed = bool(opened.close) and opened.close in text
@@ -281,18 +284,19 @@ def _row(text: str, chat: bool) -> dict[str, Any]:
 
 
 def split_content(row: Mapping[str, Any]) -> str:
-    """Return the text whose hash decides the split of a row, as for rows of data.path."""
+    """Return the text whose hash decides the split of a row: its beginning up to the first answer, as for rows of
+    data.path. row: a row of the file of prompts."""
     return Reader(templated="messages" in row).row(row).opening
 
 
 def template_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the ids of special tokens, which only templates write."""
+    """Return the ids of the tokenizer's special tokens, which only templates write, so no prompt may have one."""
     return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def counts_line(counts: Mapping[str, Any]) -> str:
-    """Return a line for the user with the numbers of sampled, kept and dropped prompts. counts: as `SelfPrompts` stores
-    them."""
+    """Return a line for the user with the numbers of sampled, kept and dropped prompts. counts: the JSON object that
+    `SelfPrompts` stores next to its file."""
     dropped = [f"{count} {name}" for name, count in counts["dropped"].items() if count]
     splits = ", ".join(f"{split} {count}" for split, count in counts["splits"].items())
     said = f"data=self: {counts['asked']} prompts sampled from the target, {counts['kept']} kept ({splits})"

@@ -30,16 +30,16 @@ from inference.request import ends_of, source_limits
 
 
 class HasPrompts(Protocol):
-    """An object that gives the prompts of texts: a data source, or `SamePrompts`."""
+    """An object with prompts to continue: a data source, or the prompts of existing texts (`SamePrompts`)."""
 
     def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return (domain, prompt ids) for at most `count` prompts per domain, each with at most `tokens` tokens. seed:
-        of the random choice."""
+        """Return pairs (domain, token ids of a prompt): at most `count` per domain, each with at most `tokens` tokens.
+        seed: of the random choice."""
 
 
 @dataclass(frozen=True)
 class SamePrompts:
-    """The prompts of existing texts. All are returned, whatever count or length is asked for."""
+    """The prompts of existing texts. The method `prompts` returns all of them, whatever its arguments are."""
 
     texts: Texts
 
@@ -57,7 +57,7 @@ FEATURES = datasets.Features(
 
 
 class Share(NamedTuple):
-    """Every `of`-th text, beginning with number `place` (0-based)."""
+    """Every `of`-th text of a set, beginning with text `place` (0-based): one of `of` equal parts."""
 
     place: int
     of: int
@@ -72,14 +72,15 @@ Start = tuple[int, ...]  # the ids that texts of an encoder-decoder begin with
 
 def start_of(target: PreTrainedModel) -> Start | None:
     """Return the token ids with which every decoder text begins if the target is an encoder-decoder, otherwise None.
-    Raises ValueError if its encoder reads features (audio, images), or if its generation config does not give these
-    ids."""
+    Raises ValueError if its encoder reads audio or image features instead of token ids, or if its generation config
+    does not give the ids."""
     limits = source_limits(target)
     if limits is None:
         return None
     if limits.features:
         raise ValueError(
-            f"target.path: the encoder of {type(target).__name__} reads features, not token ids: name another model"
+            f"target.path: the encoder of {type(target).__name__} reads audio or image features, not token ids: name "
+            "another model"
         )
     if limits.start is None:
         raise ValueError(
@@ -90,10 +91,11 @@ def start_of(target: PreTrainedModel) -> Start | None:
 
 
 def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: Start | None = None) -> Texts:
-    """Return the prompts of a split with their completions from the user's logs, as many as `ask` wants. Prompts that
-    are too long for `ask` are left out; completions that are too long are cut.
+    """Return texts of the user's logs: prompts with their completions, at most ask.texts[split] per domain, chosen at
+    random. Prompts of more than ask.prompt_tokens tokens are left out; completions are cut to ask.new_tokens.
 
-    split: "train" or "held_out". seed: of the random choice. start: see `padded`. Raises ValueError if no prompt has a
+    chats: the rows of the split. split: "train" or "held_out". seed: of the choice. start: for an encoder-decoder, the
+    ids with which decoder texts begin; the prompt is then the encoder input. Raises ValueError if no prompt has a
     completion.
     """
     rows = completed(chats, ask, split, seed)
@@ -101,7 +103,9 @@ def logged(chats: PromptRows, ask: samplers.Ask, split: str, seed: int, start: S
 
 
 def completed(chats: PromptRows, ask: samplers.Ask, split: str, seed: int) -> list[Row]:
-    """Return the rows of `logged`, with whole completions. Raises ValueError if no row has a completion."""
+    """Return the rows with a completion, at most ask.texts[split] per domain, chosen at random from those with at most
+    ask.prompt_tokens tokens in the prompt. Completions are not cut. split: "train" or "held_out". seed: of the choice.
+    Raises ValueError if no row has a completion."""
     rows = [row for row in chats.chosen(ask.texts[split], ask.prompt_tokens, seed) if row["completion"]]
     if not rows:
         raise ValueError(
@@ -121,12 +125,12 @@ class Sampled:
         folder: where sampled sets are stored.
         ask: how much to sample.
         rows: how many prompts are continued at once.
-        source: kind -> the origin of the prompts, see `sources.prompt_origin`.
+        source: kind -> a JSON object that identifies the prompts (`sources.prompt_origin`).
         by: a function that returns the sampler; None for this engine.
-        server: the server's URL, for the manifest of a set; None without a server.
-        identity: the target's fingerprint, see `fingerprints.identity`; None: it is computed.
+        server: the server's URL, which is stored with a set; None without a server.
+        identity: the target's fingerprint (`fingerprints.identity`); None: it is computed.
         minutes: the run's time limit, with which sets may have fewer texts; None without one.
-        seconds: kind -> the time for sampling one set.
+        seconds: kind -> the most seconds for sampling one set; a kind without an entry has no limit.
     """
 
     target: PreTrainedModel
@@ -150,10 +154,11 @@ class Sampled:
         say: Say | None = None,
         part: Share = WHOLE,
     ) -> Texts:
-        """Return the texts of a regime, which are sampled if they are not stored.
+        """Return the texts of a regime, stored ones if they fit the settings, otherwise new ones, which are stored too.
 
-        sampling: the regime. source: returns the prompts; it is called only if texts must be sampled. say: a function
-        that receives each line of progress; None to print. part: which of the texts.
+        sampling: the regime. source: a function that returns the prompts, called only if texts must be sampled. say:
+        receives each line of progress; None: lines are printed. part: which share of the prompts. Raises UserError if
+        all new texts are empty, and ValueError if a stored file is broken.
         """
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling, part)
@@ -172,15 +177,15 @@ class Sampled:
         part: Share = WHOLE,
         keep: bool = False,
     ) -> Path:
-        """Sample a set, store it, and return its path without an extension. If a call is interrupted, the next call
-        continues.
+        """Sample a set, store it as path.parquet and path.json, and return the path without an extension. If a call is
+        interrupted, the next call continues.
 
-        source: gives the prompts. say: a function that receives each line of progress; None to print. part: which of
-        the texts. keep: whether a set that is already stored is used instead; a stored set with other settings is then
-        renamed.
+        sampling: the regime. source: has the prompts. say: receives each line of progress; None: lines are printed.
+        part: which share of the prompts. keep: True to use a stored set of the same settings instead, and to rename a
+        stored set of other settings instead of replacing it.
 
-        Only the first of several processes samples; the others wait, and raise the errors of `ranks.awaited`. Raises
-        UserError if all texts are empty.
+        Only the first of several processes samples; the others wait for the file. Raises UserError if all texts are
+        empty.
         """
         path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
         if rank():
@@ -270,12 +275,14 @@ class Sampled:
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
     def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
-        """Return whether the set at `path` was sampled from this target, in this regime, from these prompts."""
+        """Return whether the set at `path` (without an extension) was sampled from this target, in this regime, from
+        this part of these prompts."""
         stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
         return stored is not None and stored in (wanted, _whole(wanted))
 
     def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
-        """Return how a stored set differs from the wanted one; None if no set is stored at `path`."""
+        """Return text that says how a stored set differs from the wanted one; None if no set is stored at `path`
+        (without an extension)."""
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
@@ -283,7 +290,8 @@ class Sampled:
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the manifest for a complete set, which is the same as for a set without a time limit."""
+    """Return the manifest of a set with all its texts: `manifest` without the time limit, since a limit that was not
+    reached makes no difference."""
     return {key: value for key, value in manifest.items() if key != "minutes"}
 
 
@@ -298,7 +306,8 @@ def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
 
 
 def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the entries of a manifest about how the set was sampled, without its results; None for None."""
+    """Return the entries of a manifest that say how the set was sampled, without those about its results. None if
+    `manifest` is None."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
@@ -307,12 +316,13 @@ def _digest(manifest: dict[str, object]) -> str:
 
 
 def regime(sampling: Sampling) -> dict[str, float]:
-    """Return the sampling settings in the form in which a manifest stores them."""
+    """Return the sampling settings as a JSON object, in the form in which a manifest stores them."""
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
 def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
-    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3."""
+    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3.
+    kind: "train" or "held_out". sampling: the regime. part: which share of the prompts."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
     cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)
@@ -334,7 +344,8 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """Return the manifest in path.json, or None if it or path.parquet is missing. Raises ValueError if it is broken."""
+    """Return the manifest in path.json; None if path.json or path.parquet is missing. Raises ValueError if path.json is
+    broken."""
     file = beside(path, "json")
     return read_json(file) if file.is_file() and beside(path, "parquet").is_file() else None
 
@@ -354,8 +365,12 @@ def read_rows(path: Path) -> datasets.Dataset:
 
 
 def padded(rows: Iterable[Mapping[str, Any]], start: Start | None = None) -> Texts:
-    """Return rows with the columns of FEATURES as `Texts`, padded to the longest row. start: from `start_of`, for an
-    encoder-decoder. A row's prompt is then its encoder input, and its text is `start` followed by the completion."""
+    """Return rows as `Texts`, padded to the longest row. rows: mappings with domain, prompt and completion (token ids).
+
+    start: for an encoder-decoder, the ids with which decoder texts begin; a row's prompt is then its encoder input, and
+    its text is `start` followed by the completion. None for other models: the text is the prompt followed by the
+    completion.
+    """
     rows = list(rows)
     begins = [row["prompt"] if start is None else start for row in rows]
     ids = [

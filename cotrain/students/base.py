@@ -106,8 +106,8 @@ class Student(Protocol):
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training, as the settings `draft` and `init` describe it. Raises ValueError, which
-        names the key to change."""
+        """Return the network before training, with the shape that the settings `draft` describe and the weights that
+        `init` describes. target: the model to draft for. Raises ValueError, which names the key to change."""
         raise ValueError(f"init={init.kind}: {cls.kind} drafts cannot begin in this way: set another init=")
 
     def of(self, network: PreTrainedModel) -> Self:
@@ -120,8 +120,8 @@ class Student(Protocol):
         return None
 
     def keeps_apart(self) -> bool:
-        """Return whether attention stays within a text if several texts are packed into one row, see
-        `target_model.keeps_apart`. A student that reads texts only through the target returns True."""
+        """Return whether attention stays within a text if several texts are packed into one row. A student that reads
+        texts only through the target returns True."""
         return True
 
     @property
@@ -132,16 +132,16 @@ class Student(Protocol):
 
     @property
     def undecided(self) -> bool:
-        """Return whether `know` must still choose the draft's vocabulary, although the other weights come from a
-        folder."""
+        """Return whether `know` must still choose the draft's vocabulary. This is so if draft.vocabulary= is set and no
+        folder has already decided which ids it has."""
         return False
 
     def pruned_to(self, ids: Tensor, head: Callable[[Tensor], Tensor], size: int) -> Pruned | None:
-        """Return the part of a head that has finite logits, or None if some of the head's ids must not be drafted, as
-        the padding of a target's head.
+        """Return the part of a pruned head that has finite logits. Return None if some of the head's ids must not be
+        drafted, for example the padding of a target's head; losses then compute all columns.
 
-        ids (Vd,): the ids of the head. head: states (n, D) -> logits (n, Vd). size: the number of ids that can be
-        drafted.
+        ids (Vd,): the token ids of the head. head: states (n, D) -> logits (n, Vd). size: the number of ids that can be
+        drafted; an id from `size` on must not be.
         """
         if self.largest is None:
             self.largest = int(ids.max())
@@ -157,8 +157,8 @@ class Student(Protocol):
 
         batch, all on the CPU: ids (B, T); temperature, (B,) for texts or (B, T) for tokens; position_ids (B, T) if
         texts are packed; source (B, S) if the target has an encoder. A training step adds uniforms (B, T), for random
-        choices, and predicted (B, T-1) bool, whether the loss counts the token after each position. seen: the target's
-        states.
+        choices, and predicted (B, T-1) bool: entry t is whether the loss counts token t + 1.
+        seen: the target's states for the batch.
 
         A guess may depend on the text before its round. From the round's first new token on, it may depend only on the
         tokens drafted before it; in training these are the text's own tokens.
@@ -167,9 +167,10 @@ class Student(Protocol):
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
         """Return the proposer that serves the network.
 
-        greedy: draft the most probable tokens. compile: whether passes are compiled; None: on a GPU only, or like the
-        target for kinds that read its states. int8: round weights to 8 bits, see `takes_int8`. Kinds that draft trees
-        (`Proposer.drafts_trees`) also take `shape`, the parent of each node.
+        greedy: draft the most probable tokens instead of sampled ones. compile: whether passes are compiled; None: on a
+        GPU only, or like the target for kinds that read its states. int8: round weights to 8 bits (only if
+        `takes_int8`). Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`: the index of each node's
+        parent.
         """
 
     @classmethod
@@ -178,17 +179,19 @@ class Student(Protocol):
         return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Measure settings for the network's config on the prompts of `trials`, and return them by name; {} for most
-        kinds."""
+        """Measure settings on the prompts of `trials`, and return them as entries of the network's config, by name; {}
+        for kinds without such settings. proposer: drafts with the network."""
         return {}
 
     def save(self, folder: Path) -> None:
-        """Write the network to a folder, from which `load` reads it."""
+        """Write the network to a folder, from which `load` reads it. The folder is made if it is missing."""
         self.network.save_pretrained(folder)
 
     @classmethod
     def load(cls, folder: Path, target: PreTrainedModel | None = None, vocabulary: int | None = None) -> Self:
-        """Return the student that `save` wrote, in float32."""
+        """Return the student that `save` wrote, with weights in float32. target: whose head, layers or embeddings the
+        draft may share; None if it shares none. vocabulary: the number of ids that can have mass; None: all ids of the
+        head."""
         network = kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32)
         return cls(network, target, vocabulary)
 
@@ -213,7 +216,7 @@ def refuse_keys(draft: "Draft", *keys: str) -> None:
 
 
 def refuse_mixed(guesses: list[Guess]) -> None:
-    """Raise ValueError unless there is one guess of depth ANY, or one guess for each depth 0, 1, ... in order."""
+    """Raise ValueError unless `guesses` is one guess of depth ANY, or one guess for each depth 0, 1, ... in order."""
     depths = [guess.depth for guess in guesses]
     if depths not in ([ANY], list(range(len(depths)))) or not depths:
         raise ValueError(

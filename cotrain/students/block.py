@@ -31,7 +31,8 @@ MOST_QUERIES = 4  # times the tokens of a text: queries that exist at once where
 
 
 class BlockStudent(EagleStudent):
-    """Trains the draft that `inference.proposers.block` serves."""
+    """Trains the draft that `inference.proposers.block` serves: layers that read the target's states and draft a block
+    of tokens in one pass."""
 
     kind = "block"
     features = ("dflash",)
@@ -68,10 +69,12 @@ class BlockStudent(EagleStudent):
         copy_ends(network, network.hidden_norm, torch.ones_like(network.hidden_norm.weight), target)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Return one guess for each depth.
+        """Return one guess for each depth. batch: ids (B, T), and position_ids (B, T) if texts are packed. seen: the
+        target's states.
 
-        In a training step, which has `uniforms` (B, T), only some of the blocks with tokens to learn are read: every
-        `apart`-th one, beginning at a random one. Only a random share KEEP ** j of the guesses at depth j is made.
+        In a training step, which also has `uniforms` (B, T) and `predicted` (B, T-1), only some of the blocks with
+        tokens to learn are read: every `apart`-th one, beginning at a random one. Only a random share KEEP ** j of the
+        guesses at depth j is made.
         """
         network, ids, u = self.network, batch["ids"], batch.get("uniforms")
         K, anchors, apart = network.config.depths, starts(batch), 1
@@ -101,8 +104,10 @@ class BlockStudent(EagleStudent):
 
     @staticmethod
     def _inside(anchors: Tensor, depth: int, texts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows and columns, (N,) each, of the blocks that make a guess at this depth: the token before the
-        anchor and the guess's position are in the same text. anchors (S,): positions. texts (B, T): see `segments`."""
+        """Return which blocks make a guess at this depth (0-based), as rows and columns (N,): column s of row b is the
+        block with anchor anchors[s] in text row b. It does if the token before the anchor and the guess's position are
+        in the same text. anchors (S,): positions, all above 0. texts (B, T): the number of each token's text within its
+        row."""
         length = texts.shape[1]
         same = texts[:, anchors - 1] == texts[:, (anchors + depth).clamp(max=length - 1)]
         rows, columns = (same & (anchors + depth < length)).nonzero(as_tuple=True)
@@ -111,8 +116,9 @@ class BlockStudent(EagleStudent):
     def _states(
         self, ids: Tensor, positions: Tensor, texts: Tensor, anchors: Tensor, context: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Return the states (B, S, K, H) of the mask tokens in the blocks with these anchors (S,). ids, positions,
-        texts (B, T). context: for each layer, the keys and values (B, T, G, D) of the text."""
+        """Return the states (B, S, K, H) of the mask tokens in the blocks with these anchors. ids (B, T). positions (B,
+        T): of each token in its text. texts (B, T): the number of each token's text within its row. anchors (S,):
+        positions in a row. context: for each layer, the keys and values (B, T, G, D) of the text's tokens."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
         x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
         at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
@@ -136,11 +142,12 @@ class BlockStudent(EagleStudent):
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:
-    """Return an attention function for the queries of blocks. Its softmax is over the text's tokens that a block sees
-    and over the block's own queries.
+    """Return the attention of blocks: a function from queries, keys and values (B, S * n, heads, D) of the blocks' own
+    tokens to their outputs. Its softmax is over the text's tokens that a block sees and over the block's own tokens.
 
-    keys, values (B, T, G, D): of the text's tokens. sees (B, S, T) bool: the tokens that each block sees. own (n, n)
-    bool: the queries that each query of a block sees. groups: number of query heads per key head. scale: of the scores.
+    keys, values (B, T, G, D): of the text's tokens. sees (B, S, T) bool: the text's tokens that each block sees. own
+    (n, n) bool: entry [i, j] is whether query i of a block sees token j of the block. groups: number of query heads per
+    key head. scale: the factor of the scores.
     """
     theirs = keys.transpose(1, 2).repeat_interleave(groups, 1), values.transpose(1, 2).repeat_interleave(groups, 1)
 

@@ -28,8 +28,8 @@ class ConditionedStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return an independent draft's network with a scale of 1, or with the learnt scale if draft.path= is a
-        conditioned draft. Raises ValueError, which names the key to change."""
+        """Return an independent draft's network, with a scale of 1 at all temperatures or, if draft.path= is a
+        conditioned draft, with its learnt scale. Raises ValueError, which names the key to change."""
         network = super().initial(draft, init, target)
         learnt = getattr(network.config, KNOTS, None)
         if learnt is not None and list(learnt) != draft.temperatures:
@@ -48,8 +48,8 @@ class ConditionedStudent(IndependentStudent):
         return [self.everywhere(states)]
 
     def _scale(self, temperature: Tensor) -> Tensor:
-        """Return the scale of the states, for temperatures (B,) of texts: (B, 1, D), or for temperatures (B, T) of
-        tokens: (B, T, D)."""
+        """Return the factor of the states at each temperature: (B, 1, D) for temperatures (B,) of texts, (B, T, D) for
+        temperatures (B, T) of tokens."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
 
     def proposer(

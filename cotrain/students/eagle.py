@@ -184,8 +184,8 @@ class EagleStudent(Student):
         return embedded.to(self.network.fc.weight.dtype)
 
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
-        """Return the guesses with the Markov head's term, see `markov.after_tokens`; unchanged if the network has no
-        Markov head. ids (B, T): the texts."""
+        """Return the guesses with the Markov head's term added to their logits; the same guesses if the network has no
+        Markov head. The term depends on the token before the guess, which is read from the texts ids (B, T)."""
         markov = self.network.markov_head
         if markov is None:
             return guesses
@@ -211,13 +211,13 @@ class EagleStudent(Student):
 
 
 class EagleRounds:
-    """The rounds of texts, one for each position m except the last.
+    """The rounds of texts, one for each position m = 0 .. T-2, the newest token whose feature the round has.
 
     ids (B, T). position_ids (B, T): only if texts are packed; a round then reads and drafts only its own text. Both are
     on the CPU; tensors for networks are on `device`.
     positions (B, T-1): the position of each pair in its text.
-    text (B, T), on the CPU: see `segments`.
-    sees (B, T-1, T-1) bool: entry [b, m, s] says whether round m reads the target's pair s.
+    text (B, T), on the CPU: the number of each token's text within its row.
+    sees (B, T-1, T-1) bool: entry [b, m, s] is whether round m reads the target's pair s.
     """
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, device: torch.device) -> None:
@@ -228,9 +228,9 @@ class EagleRounds:
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors for a depth (0-based). The first has the flat positions (N,) of its guesses. The second
-        has the indices (N,) of the rounds that make them, among the B * (T-1-depth) rounds; it is None if all rounds
-        do. A round makes a guess if the guess is in the round's own text."""
+        """Return two tensors for a depth (0-based). The first has the flat positions b * T + t of its guesses, (N,).
+        The second has the indices (N,) of the rounds that make them, among the B * (T-1-depth) rounds that have room
+        for this depth; None if all of these do. With packed texts, a round makes a guess only in its own text."""
         T = self.text.shape[1]
         at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
         inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
@@ -238,7 +238,8 @@ class EagleRounds:
 
 
 def segments(position_ids: Tensor) -> Tensor:
-    """Return (B, T): the number of each token's text within its row. position_ids (B, T): positions of packed texts."""
+    """Return (B, T): the number of each token's text within its row, from 0 on. A text begins at each position id that
+    does not follow the one before it. position_ids (B, T): the position of each token in its text."""
     begins = position_ids[:, 1:] != position_ids[:, :-1] + 1
     return pad(begins.cumsum(1), (1, 0))
 
@@ -255,8 +256,9 @@ class RoundAttention:
         self.cache: list[tuple[Tensor, Tensor]] = []  # for each depth, keys and values (B, heads, n, D)
 
     def at(self, depth: int, sees: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """Return the attention at a depth, as a function of queries, keys and values (B, n, heads, D). sees (B, n, T-1)
-        bool: the target's pairs that each round reads."""
+        """Return the attention at a depth (0-based), as a function from queries, keys and values (B, n, heads, D) to
+        outputs (B, n, heads * D). Depths must be asked for in order from 0 on, since each call stores its keys and
+        values. sees (B, n, T-1) bool: whether each round reads each of the target's pairs."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -266,13 +268,14 @@ class RoundAttention:
         return attend
 
     def _repeat(self, part: Tensor) -> Tensor:
-        """Return keys or values (B, key heads, n, D) with each head repeated for the query heads of its group, (B,
-        heads, n, D)."""
+        """Return keys or values (B, key heads, n, D) as (B, heads, n, D): each head is repeated for the query heads of
+        its group."""
         return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
-        """Return the output (B, heads, n, D) for queries q (B, heads, n, D). Its softmax is over the target's pairs and
-        the round's own pairs. sees (B, n, T-1) bool: the target's pairs that each round reads."""
+        """Return the attention output (B, heads, n, D) of queries q (B, heads, n, D) at a depth (0-based). The softmax
+        is over the target's pairs and the round's own pairs. sees (B, n, T-1) bool: whether each round reads each of
+        the target's pairs."""
         (keys, values), *later = self.cache
         own = [(k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]) for k, v in later]
         scores = (q @ keys.transpose(2, 3)).masked_fill(~sees.unsqueeze(1), -torch.inf)
@@ -295,8 +298,8 @@ def _refuse_settings(draft: Draft, target: PreTrainedModel) -> None:
 
 
 def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if a setting differs from the config of the network in draft.path=. settings: name of the
-    config's entry -> value; None means not set."""
+    """Raise ValueError if a setting differs from the config of the network that was loaded from draft.path=. settings:
+    value by name of the config's entry; None is not compared."""
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
@@ -308,8 +311,9 @@ def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, 
 
 
 def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any]:
-    """Return sizes and special ids as entries of the network's config. like: whether the draft's layer has the shape of
-    the target's layers; otherwise draft.* gives its shape. Raises ValueError for a size that is null."""
+    """Return the draft's sizes and special ids as entries of its network's config. like: True gives the draft's layer
+    the shape of the target's layers; False the shape that the settings draft.* say. Raises ValueError for a size that
+    is then null."""
     theirs = target.config.get_text_config()
     if draft.intermediate is None or draft.head_dim is None or draft.kv_heads is None:
         raise ValueError(
@@ -355,8 +359,8 @@ def copy_layer(layer: nn.Module, target: PreTrainedModel, layers: list[int]) -> 
     count = target.config.get_text_config().num_hidden_layers
     if not layers or not -count <= layers[-1] < count:
         raise ValueError(
-            f"init.layers={list(layers)}: the last one is not one of the target's {count} layers: set it from 0 to "
-            f"{count - 1}, for example init.layers=[{count - 1}]"
+            f"init.layers={list(layers)}: the last number is not one of the target's {count} layers, 0 to "
+            f"{count - 1}: set for example init.layers=[{count - 1}]"
         )
     source, prefix = plain_tensors(target), f"layers.{layers[-1] % count}."
     named = {name.partition(prefix)[2]: weight for name, weight in source.items() if prefix in name}

@@ -46,9 +46,9 @@ class EarlyExitStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the exit that draft.layers, draft.rank and draft.depths describe, or with init=pretrained the exit in
-        the folder draft.path=. If draft.layers is null, it is the last of `candidate_exits`, which gives the largest
-        draft. Raises ValueError, which names the key to change."""
+        """Return the network before training: an exit after draft.layers layers of the target, or with init=pretrained
+        the exit in the folder draft.path=. If draft.layers is null, the exit is after the most layers that
+        `candidate_exits` offers. Raises ValueError, which names the key to change."""
         if draft.depths is None:
             raise ValueError(
                 "draft.depths=null: set how many drafts per round the exit is trained for, for example draft.depths=4"
@@ -67,7 +67,8 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return one model that consists of the target up to the exit, with the exit's changed layers."""
+        """Return one model that consists of the target's layers up to the exit, with the exit's low-rank changes, and
+        of its norm and head. The network's weights are shared, so training the network changes this model."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
 
@@ -95,8 +96,8 @@ class EarlyExitStudent(Student):
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
-        """Return a list with the states (B, T, width) of each depth. ids (B, T). within (B, T): each token's position
-        in its text."""
+        """Return the states (B, T, width) of each depth, as a list of K. ids (B, T). within (B, T): each token's
+        position in its own text."""
         copies, T = self.network.config.depths + 1, ids.shape[1]
         ids, within = (sent(one, self.model.device) for one in (ids, within))
         model = self._with_rounds(T)
@@ -110,7 +111,7 @@ class EarlyExitStudent(Student):
 
     def _with_rounds(self, T: int) -> PreTrainedModel:
         """Return a model that reads its first T columns as the target does, and all later ones with the exit's changed
-        layers. The model for the last T is cached."""
+        layers. The model for one T, the last that was asked for, is cached."""
         if self.rounds is None or self.rounds[0] != T:
             AttentionInterface.register(ROUNDS, attend_rounds)
             model = learning(self.network, self.target, T).eval()  # type: ignore[arg-type]
@@ -126,7 +127,9 @@ class EarlyExitStudent(Student):
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> EarlyExit:
-        """Return the proposer. int8 has no effect, because the draft's layers are the target's own."""
+        """Return the proposer that serves the exit. greedy: draft the most probable tokens. compile: whether passes are
+        compiled; None: on a GPU only. int8: has no effect, because the draft's layers are the target's own. shape: for
+        a tree, the index of each node's parent; None for chains."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
 
@@ -165,8 +168,8 @@ def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
 
 
 def _visible(within: Tensor) -> Tensor:
-    """Return (B, T, T) bool: entry [b, t, s] is True if token s is in the text of token t, and s <= t. within (B, T):
-    each token's position in its text."""
+    """Return (B, T, T) bool: entry [b, t, s] is True if tokens s and t are in the same text and s <= t. within (B, T):
+    each token's position in its own text."""
     every = torch.arange(within.shape[1], device=within.device)
     back = every.unsqueeze(1) - every
     return (back >= 0) & (back <= within.unsqueeze(2))
@@ -189,11 +192,12 @@ def attend_rounds(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return the attention output of all rounds (B, (K + 1) T, H, D), and None for the attention weights. transformers
-    calls this function in place of its own attention.
+    """Return the attention output of all rounds (B, (K + 1) T, H, D), and None in place of attention weights.
+    transformers calls this function instead of its own attention.
 
     query (B, H, (K + 1) T, D). key, value (B, G, (K + 1) T, D), with G < H if several query heads share one.
-    attention_mask (B, 1, T, T) bool: see `_visible`. scaling: of the scores; None: D ** -0.5.
+    attention_mask (B, 1, T, T) bool: entry [b, 0, t, s] is True if tokens s and t are in the same text and s <= t.
+    scaling: the factor of the scores; None: D ** -0.5.
     """
     T, scale = attention_mask.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
     copies = _Copies(
@@ -215,8 +219,8 @@ def _drafts(copies: _Copies, depth: int, before: Tensor, visible: Tensor) -> Ten
     """Return the attention output (B, H, T, D) of a depth (0-based). Each drafted token attends to the text before its
     round's anchor (the last token of the round's text), and to one token of each depth up to its own.
 
-    before (B, 1, T, T) bool: True at the tokens before the anchor. visible (B, 1, T, T) bool: see `_visible`; its
-    diagonal -i says whether the token i positions earlier is in the same text.
+    before (B, 1, T, T) bool: entry [b, 0, t, s] is True if s is before t in the same text. visible (B, 1, T, T) bool:
+    the same with s = t allowed; entry [b, 0, t, t - i] says whether the token i positions before t is in its text.
     """
     q = copies.q[:, :, depth + 1]
     same_text = [_shift(visible.diagonal(-back, 2, 3), back, -1) for back in range(depth + 1)]

@@ -46,8 +46,8 @@ class MedusaStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return untrained heads, which predict the same token as the target's output head, or with init=pretrained the
-        heads in the folder draft.path=. Raises ValueError, which names the key to change."""
+        """Return the network before training: new heads, which predict the same token as the target's output head, or
+        with init=pretrained the heads in the folder draft.path=. Raises ValueError, which names the key to change."""
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
             network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
@@ -84,10 +84,11 @@ class MedusaStudent(Student):
         return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return, for each depth, the states (B, R, D) that the target's output head reads, one row per round, with R
-        >= T-1-depth.
+        """Return, for each depth (0-based), the states (B, R, D) that the target's output head reads, one row per
+        round, R >= T-1-depth. Row m belongs to the round whose newest state is at token m.
 
-        ids (B, T). newest (B, T-1, D): the target's newest state in each round. depths: how many depths to compute.
+        ids (B, T). newest (B, T-1, D): the target's last hidden state at tokens 0 .. T-2. depths: how many depths to
+        compute.
         """
         states: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(states.unflatten(1, newest.shape[:2]))
@@ -114,11 +115,12 @@ class HydraStudent(MedusaStudent):
     layouts: Mapping[str, str] = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
-        """Return, for each depth, the states (B, R, D) that the target's output head reads, with R = T-1-depth rounds.
-        ids (B, T). newest (B, T-1, D): the target's newest state in each round. depths: how many depths to compute.
+        """Return, for each depth (0-based), the states (B, T-1-depth, D) that the target's output head reads. Row m
+        belongs to the round whose newest state is at token m; its drafted token i (0-based) is token m + 2 + i of the
+        text.
 
-        Heads read the tokens of their round one after the other; token i (0-based) of the round with newest state m is
-        token m + 1 + i of the text.
+        ids (B, T). newest (B, T-1, D): the target's last hidden state at tokens 0 .. T-2. depths: how many depths to
+        compute.
         """
         network, states = self.network, []
         with torch.no_grad():
@@ -149,8 +151,9 @@ class HeadRounds:
         self.depths = min(heads, ids.shape[1] - 1)
 
     def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat positions (N,) of the guesses at a depth (0-based), and their states (N, D). states (B, R,
-        D): one row per round, R >= T-1-depth."""
+        """Return the flat positions b * T + t of the guesses at a depth (0-based), (N,), and their states (N, D).
+        states (B, R, D): one row per round, R >= T-1-depth. With packed texts, a round makes a guess only in its own
+        text."""
         gap = depth + 1
         inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
         return chosen(self.flat[:, gap:], inside), chosen(states[:, : self.flat.shape[1] - gap], inside)

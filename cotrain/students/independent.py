@@ -108,7 +108,7 @@ class IndependentStudent(Student):
         return with_small_head(network, draft, source.get_output_embeddings().weight.detach())
 
     def refuse(self) -> None:
-        """Raise ValueError for a head that does more than project, see `target_model.split`."""
+        """Raise ValueError if the network's head does more than project, cap or scale its states."""
         split(self.network, self.vocabulary)
 
     def keeps_apart(self) -> bool:
@@ -171,7 +171,8 @@ class IndependentStudent(Student):
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
-    """Return the arguments of `scratch` after the target, in order. Raises ValueError for a size that is null."""
+    """Return the sizes in draft.* as (width, layers, intermediate, head_dim, kv_heads), the arguments of `scratch`.
+    Raises ValueError for a size that is null."""
     sizes = {key: getattr(draft, key) for key in SHAPE}
     for key, size in sizes.items():
         if size is None:
@@ -221,12 +222,12 @@ def scratch(
 
 
 def with_small_head(network: PreTrainedModel, draft: Draft, rows: Tensor) -> PreTrainedModel:
-    """Put the head that draft.vocabulary and draft.head_rank describe on the causal LM, in place, and return the model.
-    It is unchanged if both are null.
+    """Put the head that draft.vocabulary and draft.head_rank describe on the causal LM `network`, in place, and return
+    it. It is unchanged if both are null.
 
-    rows (V, D): the whole head from which the new one begins, cut to the vocabulary and then decomposed. If D is not
-    the draft's width, the head begins at random. Raises ValueError, which names the key, for sizes that exceed the
-    whole head's, and for a folder with another small head; also the errors of `put_small_head`.
+    rows (V, D): the weight of a whole head. The new head begins as these rows, cut to its vocabulary and then
+    decomposed; or at random, if D is not the draft's width. Raises ValueError, which names the key, for a vocabulary or
+    rank above the whole head's, and for a network that already has a small head of other sizes or that cannot have one.
     """
     config = network.config.get_text_config()
     refuse_sizes(draft, config.vocab_size, config.hidden_size)
@@ -269,7 +270,7 @@ def refuse_sizes(draft: Draft, vocabulary: int, width: int) -> None:
 
 @torch.no_grad()
 def shares_encoder(draft: PreTrainedModel, target: PreTrainedModel) -> bool:
-    """Return whether the draft's encoder has the same weights as the target's, up to their dtypes."""
+    """Return whether the draft's encoder has the same weights as the target's; their dtypes may differ."""
     return same_encoder(draft, target, as_run=False)
 
 
@@ -356,8 +357,8 @@ def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with the changes of the active adapters added, by the names that they have without adapters.
-    state: the target's tensors by name."""
+    """Return the target's tensors by the names that they have without adapters, with the changes of the active adapters
+    added. state: the tensors by name, adapters included."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merged = {name.replace(".base_layer.", "."): value for name, value in state.items()}
@@ -370,7 +371,8 @@ def _merged(target: PreTrainedModel, state: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _renumber(name: str, chosen: Sequence[int]) -> str:
-    """Return the target's name for a parameter of the draft: model.layers.0.x gives model.layers.<chosen[0]>.x."""
+    """Return the target's name for a parameter of the draft: `model.layers.0.x` gives `model.layers.N.x` with N =
+    chosen[0]. name: the draft's name. chosen: for each layer of the draft, the target's layer (0-based)."""
     parts = name.split(".")
     for at in range(1, len(parts)):
         if parts[at].isdigit() and parts[at - 1] in ("layers", "h", "block"):
@@ -380,12 +382,11 @@ def _renumber(name: str, chosen: Sequence[int]) -> str:
 
 
 def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
-    """Return any causal LM from a folder or hub id, in float32, without the vocabulary rows that the target does not
-    have.
+    """Return any causal LM from a folder or hub id, in float32. Its vocabulary rows past the target's are cut off.
 
     A model with fewer rows keeps them: models of one family are padded to different sizes, and the engine gives no mass
-    to ids for which a draft has no row (see `refuse_fewer`). If the target is on the meta device, which stores no
-    weights, the returned model is too.
+    to ids for which a draft has no row. If the target is on the meta device, which stores no weights, the returned
+    model is too.
 
     Raises ValueError for a model with a small head or Markov head for more ids than the target has, for tensors that
     are missing or not finite, for wrong ids in a pruned head, and for a model that the engine cannot run.
@@ -431,8 +432,8 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
 
 
 def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
-    """Raise ValueError if a draft has logits for fewer ids than its tokenizer has. ids: the number of the tokenizer's
-    ids. where: the beginning of the message, a setting."""
+    """Raise ValueError if the draft `network` has logits for fewer ids than its tokenizer has. ids: the number of the
+    tokenizer's ids. where: the beginning of the message, a setting such as "draft.path=X"."""
     if (rows := network.config.get_text_config().vocab_size) < ids:
         raise ValueError(
             f"{where}: the draft has logits for {rows} ids, but the tokenizer has {ids} ids: use a model of the "
@@ -450,8 +451,8 @@ def _config(path: str) -> PretrainedConfig:
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:
-    """Return the network for a kind of draft with the weights in the folder draft.path=, in float32. If the target is
-    on the meta device, the network is too.
+    """Return the network with the weights in the folder draft.path=, in float32. If the target is on the meta device,
+    which stores no weights, the network is too. student: the class of the kind of draft to train.
 
     The names and shapes of the folder's tensors are compared with its config.json before any tensor is read. Raises
     ValueError, which names draft.path=, if it is null, for a folder of another kind or for a target of other sizes, and
@@ -467,11 +468,11 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
 
 
 def _checked_path(student: type[Student], draft: Draft) -> str:
-    """Return draft.path. Raises ValueError if it is null, or if a draft of its kind cannot be the beginning for
-    `student`."""
+    """Return draft.path. Raises ValueError if it is null, or if the kind of the draft in this folder is neither the
+    student's nor one that it can begin with (`Student.begins_with`)."""
     path = draft.path
     if not path:
-        raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name it with draft.path=")
+        raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name one with draft.path=")
     metadata = read(path).metadata if Path(path).is_dir() else None
     kinds = (student.kind, *student.begins_with)
     if metadata is not None and metadata.kind not in kinds:
@@ -507,7 +508,7 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in safetensors files, by name. Only the headers are read."""
+    """Return the shapes of all tensors in safetensors files, keyed by name. Only the headers of the files are read."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -516,8 +517,8 @@ def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
 
 
 def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
-    """Return one sentence for each tensor whose name or shape differs between the network (`expected`) and the folder
-    (`stored`). optional: names of tensors that may be missing in the folder."""
+    """Return one sentence for each tensor whose name or shape differs. expected: the network's shapes by name. stored:
+    the folder's shapes by name. optional: names of tensors that may be missing in the folder."""
     missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
     problems = [f"tensor {name} is missing" for name in sorted(missing)]
     problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]

@@ -20,8 +20,8 @@ Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, 
 def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Columns) -> list[Guess]:
     """Return the guesses with the Markov head's term added to their logits.
 
-    ids (B, T): the texts, on the CPU. The token before a guess is read from them, as if all earlier drafts of the round
-    had been accepted. spread: a function from the term (n, Vd) of the Markov head to logits (n, V).
+    ids (B, T): the texts, on the CPU. A guess at position t reads token t, as if all earlier drafts of the round had
+    been accepted. spread: a function from the term (n, Vd) of the Markov head to logits (n, V).
     """
 
     def joined(guess: Guess) -> Guess:

@@ -57,9 +57,9 @@ class ParallelStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return an independent draft's network with the number of depths in its config, and with the Markov head in
-        draft.path= or a new one of rank draft.markov=. Raises the errors of `IndependentStudent.initial`, and
-        ValueError for a network with sliding windows."""
+        """Return an independent draft's network with the number of depths in its config. With draft.markov= it has a
+        Markov head: the one in draft.path=, or a new one of this rank. Raises ValueError, which names the key to
+        change, also for a network with sliding windows."""
         network = super().initial(draft, init, target)
         _refuse_window(network)
         learnt = getattr(network.config, parallel.DEPTHS, None)
@@ -71,8 +71,8 @@ class ParallelStudent(IndependentStudent):
         return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
-        """Raise the errors of `IndependentStudent.refuse`, and ValueError for a network that ignores the given
-        attention mask."""
+        """Raise ValueError for a network that cannot be trained as this kind: its head does more than project, cap or
+        scale, or it ignores the attention mask that it is given."""
         super().refuse()
         _refuse_window(self.network)
         if not self._follows_mask():
@@ -83,7 +83,8 @@ class ParallelStudent(IndependentStudent):
 
     @torch.no_grad()
     def _follows_mask(self) -> bool:
-        """Return whether the network reads the text in the same way under the given attention mask as by default."""
+        """Return whether the network, given our attention mask with mask tokens after the text, computes the same
+        states for the text as without them."""
         training = self.network.training
         self.network.eval()  # dropout would make any two passes differ
         ids = torch.arange(min(8, self.network.config.vocab_size), device=self.network.device).unsqueeze(0)
@@ -96,10 +97,10 @@ class ParallelStudent(IndependentStudent):
         return True  # our attention mask separates the texts
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Return a guess of depth 0 at every position, and guesses of later depths after every start.
+        """Return a guess of depth 0 at every position, and one guess for each later depth, after the starts.
 
-        In a training step, which has `uniforms` (B, T), later depths are computed only after a random part of the
-        starts, see `masks_after`, and only after starts with tokens that the loss counts.
+        In a training step, which has `uniforms` (B, T), a start must come before a token that the loss counts, and
+        depth j is computed after a random share KEEP ** j of the starts.
         """
         ids, position_ids, u = batch["ids"], batch.get("position_ids"), batch.get("uniforms")
         length = ids.shape[1]
@@ -195,10 +196,10 @@ class PEagleStudent(EagleStudent):
         name_mask(network, vocabulary)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Return a guess of depth 0 and guesses of later depths, for every round.
+        """Return one guess for each depth.
 
-        In a training step, which has `uniforms` (B, T), later depths are computed only for a random part of the rounds,
-        see `masks_after`, and only for rounds with tokens that the loss counts.
+        In a training step, which has `uniforms` (B, T), later depths are computed only for rounds that come before a
+        token that the loss counts; depth j for a random share KEEP ** j of these.
         """
         ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
         rounds = EagleRounds(ids, batch.get("position_ids"), self.network.device)
@@ -248,8 +249,9 @@ class PEagleStudent(EagleStudent):
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
-    """Return attention under a mask (B, 1, n, n) bool, as a function of queries, keys and values (B, n, heads, D).
-    groups: number of query heads per key head. scale: of the scores."""
+    """Return attention under a mask, as a function from queries (B, n, heads, D), keys and values (B, n, key heads, D)
+    to outputs (B, n, heads * D). mask (B, 1, n, n) bool: entry [b, 0, i, j] is whether i attends to j. groups: number
+    of query heads per key head. scale: the factor of the scores."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (part.to(v.dtype).transpose(1, 2) for part in (q, k, v))  # mixed precision: angles are float32
@@ -279,8 +281,8 @@ def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
 
 
 class Masks(NamedTuple):
-    """The mask tokens of a text, in order of depth. start (M,): the position after which each follows. depth (M,):
-    1-based."""
+    """The M mask tokens of a text, in order of depth. start (M,): the start that each belongs to, a position. depth
+    (M,): its depth, 1-based."""
 
     start: Tensor
     depth: Tensor
@@ -290,7 +292,7 @@ class Masks(NamedTuple):
 
     @property
     def position(self) -> Tensor:
-        """Return (M,): the position whose distribution each mask token predicts."""
+        """Return (M,): start + depth, the position at which each mask token makes its guess."""
         return self.start + self.depth
 
 
@@ -298,8 +300,9 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
     """Return mask tokens at depths 1 .. depths - 1 after each start, in order of depth, up to the end of a text of
     `length` tokens.
 
-    starts (S,): positions. u (length,): uniforms by position. A start has a mask token of depth j only if u < keep **
-    j, and then also has those of lower depths (conditional drop of tokens). None: no mask tokens are dropped.
+    starts (S,): positions. depths: the number of depths, with depth 0, which has no mask token. u (length,): a uniform
+    for each position, or None to keep all mask tokens. A start has a mask token of depth j only if its u < keep ** j,
+    so it then also has those of lower depths.
     """
     by_depth = []
     for depth in range(1, depths):
@@ -310,10 +313,14 @@ def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = Non
 
 
 def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
-    """Return the starts (S,) of rounds: positions `gap` before the anchor, which is the last token of the round's text.
+    """Return the starts (S,) of rounds, the same for all texts of a batch. A start is the anchor's position (the last
+    token of the round's text) minus `gap`.
 
-    A training step (a batch with `uniforms`) has only starts whose anchor comes before a counted token in some text of
-    the batch. Otherwise all positions are starts.
+    batch: ids (B, T); in a training step also uniforms (B, T) and predicted (B, T-1) bool: entry t is whether the loss
+    counts token t + 1. gap: 0 for causal LMs; 1 for P-EAGLE, whose start is a pair.
+
+    In a training step a start is returned only if the loss counts the token after its anchor in at least one text.
+    Otherwise all T - gap positions are returned.
     """
     if "uniforms" not in batch:
         return torch.arange(batch["ids"].shape[1] - gap)
@@ -321,11 +328,11 @@ def starts(batch: Mapping[str, Any], gap: int = 0) -> Tensor:
 
 
 def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, gap: int = 0) -> tuple[Tensor, Tensor]:
-    """Return two tensors for the mask tokens of one depth, in every row of ids (B, T): the flat positions (N,) that
-    they predict, and their flat indices (N,) among the B * M mask tokens of the batch.
+    """Return two tensors for the mask tokens of one depth (1-based), in every row of ids (B, T): the flat positions b *
+    T + t of their guesses, (N,), and their flat indices b * M + m among the mask tokens of the batch, (N,).
 
-    texts (B, T): see `segments`; only if texts are packed. Mask tokens outside their round's text are then left out.
-    gap: see `starts`.
+    texts (B, T): the number of each token's text within its row, or None if no texts are packed. Mask tokens outside
+    their round's text are left out. gap: the anchor's position minus the start: 0 for causal LMs, 1 for P-EAGLE.
     """
     rows, column = torch.arange(len(ids)).unsqueeze(1), numbers(masks.depth == depth)
     position = masks.position[column] + gap
@@ -337,10 +344,12 @@ def positions_of(masks: Masks, depth: int, ids: Tensor, texts: Tensor | None, ga
 
 
 def mask_visibility(masks: Masks, length: int, texts: Tensor | None = None) -> Tensor:
-    """Return an attention mask (B or 1, 1, L, L) bool. A token of the text attends to tokens up to itself. A mask token
-    attends to the text up to its start, and to the mask tokens of the same start up to its own depth.
+    """Return an attention mask (B or 1, 1, L, L) bool: entry [b, 0, i, j] is whether i attends to j. A token of the
+    text attends to tokens up to itself. A mask token attends to the text up to its start, and to the mask tokens of the
+    same start up to its own depth.
 
-    length: T. texts (B, T): see `segments`; only if texts are packed. No position then attends to another text.
+    length: T. texts (B, T): the number of each token's text within its row, or None if no texts are packed. Nothing
+    then attends to another text.
     """
     at = torch.arange(length, device=masks.start.device)
     until = torch.cat([at, masks.start])  # the last token that each sees

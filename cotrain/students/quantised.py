@@ -41,7 +41,8 @@ class QuantisedStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has settings but no weights. Raises the errors of `bits_of`."""
+        """Return a network that has settings but no weights, since the target's are used. Raises ValueError if
+        draft.bits is null, or if this quantisation is not available here."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -56,7 +57,9 @@ class QuantisedStudent(Student):
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Quantised:
-        """Return the proposer. int8 has no effect, because draft.bits decides."""
+        """Return the proposer that drafts with the target in fewer bits. greedy: draft the most probable tokens.
+        compile: whether passes are compiled; None: on a GPU only. int8: has no effect, because draft.bits decides.
+        shape: for a tree, the index of each node's parent; None for chains."""
         assert self.target is not None
         return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
 
@@ -79,8 +82,8 @@ QUANTISATIONS = ("none", "int8", "nf4")
 
 
 def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """Return a weight (out, in), in its own dtype, with its values rounded to a quantisation ("none", "int8" or "nf4"),
-    see `round_bits`. Raises ValueError for any other quantisation."""
+    """Return a weight (out, in) with its values rounded to a quantisation, "none", "int8" or "nf4", in its own dtype.
+    Raises ValueError for any other quantisation."""
     if quantisation == "none":
         return weight
     if quantisation in BITS:
@@ -90,11 +93,9 @@ def quantised(weight: Tensor, quantisation: str) -> Tensor:
 
 @torch.no_grad()
 def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """Return a copy of a draft whose projections are rounded as when served. With int8 its head is rounded too.
-
-    With nf4 bitsandbytes does not round the head. Embeddings are never rounded, even if they share their weights with
-    the head.
-    """
+    """Return a copy of a draft whose projections are rounded as when served. quantisation: "none", "int8" or "nf4".
+    With int8 the head is rounded too; with nf4 it is not, since bitsandbytes leaves it unchanged. Embeddings are never
+    rounded, even if they share their weights with the head."""
     network = copy.deepcopy(draft)
     for weight in draft_projections(network).values():
         weight.copy_(quantised(weight, quantisation))
@@ -105,7 +106,7 @@ def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
 
 
 def draft_projections(draft: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of the draft's linear layers by name, except the head's and the Markov head's."""
+    """Return the weights (out, in) of the draft's linear layers by name, without the head's and the Markov head's."""
     heads = {id(part) for part in _heads(draft)}
     linear = [(name, module) for name, module in draft.named_modules() if isinstance(module, nn.Linear)]
     return {name: module.weight for name, module in linear if id(module) not in heads}
@@ -127,14 +128,14 @@ def refuse_unknown(draft: PreTrainedModel, key: str = "draft.quantisation") -> N
     if others:
         raise ValueError(
             f"{key}: {type(draft).__name__} has {len(others)} matrices that are not in an nn.Linear "
-            f"({others[0]}) and cannot be rounded here: leave {key} at none"
+            f"({others[0]}) and cannot be rounded here: set {key}=none"
         )
 
 
 class TwoLevelsStudent(Student):
     """The student for the draft that `inference.proposers.two_levels` serves. It is not trained. Its network is the
-    small draft. The entry `two_levels` of the network's config has the quantisation of the target, and how many tokens
-    the small draft drafts in an inner round."""
+    small draft. The entry `two_levels` of the network's config has the target's quantisation, and the number of tokens
+    that the small draft drafts in an inner round."""
 
     kind = "two_levels"
     rounds_target = True
@@ -142,8 +143,8 @@ class TwoLevelsStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the small draft in draft.path=. Raises ValueError if its kind is not independent, and the errors of
-        `bits_of` and `causal_lm`."""
+        """Return the small draft in draft.path=. Raises ValueError, which names the key to change, if its kind is not
+        independent, if draft.bits is null or not available here, and for a model that cannot draft for this target."""
         bits = bits_of(draft)
         if draft.inner is None:
             raise ValueError(
@@ -162,8 +163,9 @@ class TwoLevelsStudent(Student):
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
     def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Return the proposer, which drafts chains and no trees. int8: whether the small draft's weights are rounded to
-        8 bits."""
+        """Return the proposer, which drafts chains and no trees. greedy: draft the most probable tokens. compile:
+        whether passes are compiled; None: on a GPU only. int8: whether the small draft's weights are rounded to 8 bits.
+        """
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy, compile=compile)
@@ -181,4 +183,7 @@ def _refuse_kind(path: str) -> None:
         network = kind_of(kind).network_class
         no_heads = network is None or network is CausalLM or issubclass(network, SettingsNetwork)
         why = "" if no_heads else ", which drafts from the target's hidden states"
-        raise ValueError(f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead")
+        raise ValueError(
+            f"draft.path: {path} is of kind {kind!r}{why}; two_levels needs one of kind {DEFAULT} instead: name the "
+            "folder of such a draft"
+        )

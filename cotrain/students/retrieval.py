@@ -28,7 +28,7 @@ class RetrievalStudent(Student):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return a network that has settings but no weights. Raises the errors of `lookup`."""
+        """Return a network that has settings but no weights. Raises ValueError if draft.datastore= has no datastore."""
         return LookupNetwork(LookupConfig(lookup(draft)))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -64,7 +64,8 @@ class HybridStudent(IndependentStudent):
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training. Raises the errors of `IndependentStudent.initial` and `lookup`."""
+        """Return the network before training: an independent draft's, with the settings of look-up in its config.
+        Raises ValueError, which names the key to change, also if draft.datastore= has no datastore."""
         network = super().initial(draft, init, target)
         network.config.lookup = lookup(draft)
         return network
@@ -79,8 +80,9 @@ class HybridStudent(IndependentStudent):
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
-        """Return the look-up settings with a gate, measured for the draft model in `proposer`. The gate has the figures
-        by which each round chooses between look-up and the draft model."""
+        """Return the entry `lookup` for the network's config: the look-up settings with a gate, the measured figures by
+        which each round chooses between look-up and the draft model. proposer: drafts with the network. trials: the
+        engines and prompts for the measurement."""
         assert isinstance(proposer, Hybrid)
         settings: dict[str, Any] = self.network.config.lookup
         drafting = trials.drafting(proposer.model)

@@ -36,13 +36,16 @@ COMPARED = 8  # texts that are compared with the server's own log-probabilities
 
 def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
     """Return the target `path` with its embeddings, final norm and head, and without decoder layers. Its config names
-    all layers; its forward raises.
+    all layers; a call of its body raises UserError.
 
-    dtype: as in `load_target`. Raises ValueError for an encoder-decoder, whose encoder is needed here.
+    path: a folder or hub id. dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it. Raises
+    ValueError for an encoder-decoder, since servers do not give its encoder's states.
     """
     whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if whole.is_encoder_decoder:
-        raise ValueError(f"teacher.url: {path} is an encoder-decoder, whose states servers do not give: leave it out")
+        raise ValueError(
+            f"teacher.url: {path} is an encoder-decoder, whose states servers do not give: leave out teacher.url="
+        )
     short = deepcopy(whole)
     text = short.get_text_config()
     text.num_hidden_layers = 0
@@ -70,7 +73,8 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Keep transformers from listing the weights of layers, which are not loaded here."""
+    """Keep transformers, until the block ends, from listing the weights of the decoder layers, which are not loaded
+    here."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -81,12 +85,15 @@ def unreported() -> Iterator[None]:
 
 
 def _absent(*_: Any, **__: Any) -> Any:
-    raise UserError("teacher.url: the target's layers are on the server, and this step needs them here: leave it out")
+    raise UserError(
+        "teacher.url: the target's layers run on the server, but this part of the run needs them in this process: "
+        "leave out teacher.url="
+    )
 
 
 def final_norm(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """Return the norm before the head of a model of `load_ends`: the last normalisation among the direct parts of its
-    body. Raises ValueError if it has none, or more than one."""
+    """Return the norm before the head of a model that `load_ends` loaded: the one normalisation among the direct parts
+    of its body. Raises ValueError if there is none, or more than one."""
     norms = [part for name, part in model.base_model.named_children() if "norm" in name or name == "ln_f"]
     if len(norms) != 1 or not isinstance(norms[0], nn.Module):
         raise ValueError(
@@ -97,14 +104,18 @@ def final_norm(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 class ServerReader:
-    """Reads the target's states from servers: a `Reader` of `target_model`.
+    """Reads the target's states from servers, as a `Reader` of `target_model`.
 
-    A text is a request; requests of a batch go to the servers in turn. A server that fails is asked again after a
-    pause, or another one is; a text whose states are wrong is asked for again. Raises UserError if no server answers
-    for PATIENCE seconds, if one rejects a request, or if states stay wrong; the same command then resumes the run.
+    Each text is one request; the requests of a batch go to the servers in turn. If a server fails, the text is asked
+    for again after a pause, from the next server; the same if its states are wrong. Raises UserError if no server
+    answers for PATIENCE seconds, if one rejects a request, or if states stay wrong; the same command then resumes the
+    run.
 
-    clients: of the servers, whose files have the states of `layers` (numbered as in `Seen`, without LAST), then those
-    before the final norm. target: a model of `load_ends`. at_once: requests of one server that run at a time.
+    clients: one per server. Their files have the states of `layers` in ascending order, then the states before the
+    final norm.
+    target: a model that `load_ends` loaded.
+    layers: the layers to return besides LAST: 0 the embeddings, i the state after i decoder layers.
+    at_once: requests that run at a time, per server.
     """
 
     def __init__(
@@ -117,8 +128,8 @@ class ServerReader:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        """Return the states (B, T, D) of ids (B, T) by layer. position_ids (B, T): a text begins at each 0; None: each
-        row is one text."""
+        """Return the states (B, T, D) of texts ids (B, T), keyed by layer: the layers of `layers`, and LAST.
+        position_ids (B, T): a text begins at each 0; None: each row is one text. source: not used."""
         began = time.perf_counter()
         rows, starts = ids.tolist(), (torch.zeros_like(ids) if position_ids is None else position_ids).tolist()
         texts = [
@@ -134,7 +145,7 @@ class ServerReader:
         return {LAST: last} | record
 
     def _states(self, ids: list[int]) -> Tensor:
-        """Return the states (n, layers, D) of one text."""
+        """Return the states (n, layers, D) of one text of n tokens. Raises UserError if no server gives them."""
         end, wrong = time.monotonic() + PATIENCE, 0
         while True:
             client = self.clients[next(self.turns) % len(self.clients)]
@@ -158,8 +169,9 @@ def _texts(ids: list[int], places: list[int], whole: bool) -> list[list[int]]:
 
 
 def asked_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:
-    """Return the layers that a server must write for a student that reads `layers`: these in ascending order, then the
-    state before the final norm, whose number is that of the layers. Raises ValueError for a missing layer."""
+    """Return the numbers of the layers whose states a server must write for a student that reads `layers`: these
+    without LAST in ascending order, then the number of decoder layers, which stands for the state before the final
+    norm. Raises ValueError for a layer that the target does not have."""
     last, inner = layers_of(target.config), sorted({*layers} - {LAST})
     if wrong := [layer for layer in inner if not 0 <= layer < last]:
         raise ValueError(f"teacher.url: a server has no states of layers {wrong}: its layers are 0 to {last - 1}")
@@ -169,7 +181,12 @@ def asked_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:
 def served_elsewhere(
     urls: Sequence[str], target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[ServerReader, Head]:
-    """Return the target as two functions, as `target_model.served` does: the servers' states, and the head here."""
+    """Return the target as two functions: ids (B, T) -> states (B, T, D) by layer, read from the servers, and last
+    states (..., D) -> logits (..., vocabulary), computed here.
+
+    urls: the servers. target: a model that `load_ends` loaded. vocabulary: the number of ids that can have mass.
+    layers: the layers to read besides LAST. Raises ValueError for a layer that the target does not have.
+    """
     asked = asked_layers(target, layers)
     head = head_of(target)
 
@@ -182,8 +199,9 @@ def served_elsewhere(
 
 @torch.no_grad()
 def agreement(reader: Reader, head: Head, texts: Sequence[list[int]]) -> str:
-    """Return a line that compares, for the ids of some texts, the log-probabilities by the servers' states and the head
-    here with those that a server itself computes."""
+    """Return a line for the user about the log-probabilities of some texts' tokens: those from the servers' states and
+    the head here, compared with those that the first server computes itself. texts: token ids of each. reader: a
+    `ServerReader`."""
     assert isinstance(reader, ServerReader)
     client, gaps, masses = reader.clients[0], list[Tensor](), list[Tensor]()
     for ids in texts:

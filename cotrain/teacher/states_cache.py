@@ -47,8 +47,9 @@ class MemoryCache:
         self.waited = 0.0  # seconds in which a call waited for such a read
 
     def begin(self, batch: Mapping[str, Any]) -> None:
-        """Begin to read the texts of a later batch in another thread, unless their states are stored. The call with
-        them waits for that read. batch: the arguments of the call by name, as in a training step."""
+        """Begin to read the states of a later batch in another thread, unless they are stored. The later call for this
+        batch waits for that read. batch: ids (B, T), key (B,), and position_ids or source if it has them, as in a
+        training step."""
         ids, source = batch["ids"], batch.get("source")
         names = self._names(ids, batch["key"], source)
         if any(name not in self.records for name in names):
@@ -70,8 +71,8 @@ class MemoryCache:
         """Read and store texts until the memory is full. A pass over a whole batch takes less time than later passes
         over a few missing texts.
 
-        ids (N, T), keys (N,), source (N, S): see `__call__`. batch: texts per pass. progress: a function that is called
-        with the number of texts done and N.
+        ids (N, T): token ids. keys (N,): the number of each text. source (N, S): only if the target has an encoder.
+        batch: texts per pass. progress: a function that is called with the number of texts done and N.
         """
         for start in range(0, len(ids), batch):
             if progress:
@@ -90,10 +91,12 @@ class MemoryCache:
     def __call__(
         self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
     ) -> Record:
-        """Return the states of texts by layer, (B, T, D).
+        """Return the states of texts, (B, T, D) each, keyed by layer. They are read from the target if not all texts of
+        the batch are stored.
 
-        ids (B, T). keys (B,): the number of each text. A number must stand for the same ids and the same encoder input
-        in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target has an encoder.
+        ids (B, T): token ids. keys (B,): the number of each text, which must stand for the same ids and the same
+        encoder input in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target
+        has an encoder.
         """
         return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
 
@@ -135,13 +138,14 @@ class MemoryCache:
 
 
 def rows_of(record: Record) -> list[Record]:
-    """Return a record of B texts as one record per text, states (T, D) by layer."""
+    """Return the record of B texts, states (B, T, D) by layer, as B records, each with states (T, D) by layer."""
     rows = zip(*(values.unbind() for values in record.values()), strict=True)
     return [dict(zip(record, row, strict=True)) for row in rows]
 
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
-    """Return records of single texts as the record of B texts, on a device. This is the inverse of `rows_of`."""
+    """Return B records of one text each, states (T, D) by layer, as one record, states (B, T, D) by layer, on a device.
+    This is the inverse of `rows_of`."""
     return {part: sent(torch.stack([row[part] for row in records]), device) for part in records[0]}
 
 
@@ -173,7 +177,7 @@ class DiskCache:
         if differ := differences(stored, current):
             raise ValueError(
                 f"trainer.cache={folder}: it was made with another target (differences: "
-                f"{', '.join(sorted(differ))}): name another folder"
+                f"{', '.join(sorted(differ))}): set trainer.cache= to another folder"
             )
         self.shards: dict[str, Path] = {}  # entry -> shard file
         for shard in sorted(folder.glob("*.safetensors")):
@@ -190,8 +194,12 @@ class DiskCache:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        """Return the states for texts ids (B, T) by layer, (B, T, D). Texts that are missing, or whose shard is
-        damaged, are read from the target and stored. position_ids (B, T), source (B, S): see `MemoryCache`."""
+        """Return the states of texts, (B, T, D) each, keyed by layer. Texts that are missing, or whose shard is
+        damaged, are read from the target and stored.
+
+        ids (B, T): token ids. position_ids (B, T): only if texts are packed. source (B, S): only if the target has an
+        encoder.
+        """
         inputs = (ids, position_ids, source)
         names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
@@ -232,7 +240,8 @@ class DiskCache:
         return None
 
     def _store(self, names: list[str], record: Record) -> dict[str, Record]:
-        """Write the records of texts as one shard, and return them by name."""
+        """Write the records of texts as one shard, and return them as one record per text, keyed by name. names: the
+        digest of each text. record: states (B, T, D) by layer."""
         rows = rows_of({layer: record[layer].detach().cpu() for layer in self.layers})
         records = dict(zip(names, rows, strict=True))
         flat = {

@@ -22,8 +22,8 @@ REMEMBERED, ON_GPU = 2**28, 8
 
 @dataclass(frozen=True)
 class FromStates:
-    """Distributions that the target's head computes from its last states (B, T, D). trained: whether losses have
-    gradients in the states."""
+    """Distributions that the target's head computes from its last states (B, T, D). head: states (n, D) -> logits (n,
+    V). trained: whether losses have gradients in the states."""
 
     states: Tensor
     head: Head
@@ -35,8 +35,8 @@ class FromStates:
 
 
 def with_rest(logs: Tensor, ids: Tensor) -> Tensor:
-    """Return (n, Vd + 1): the log-probabilities of the tokens ids (Vd,) and, in the last column, of all other tokens
-    together. logs (n, V): log-probabilities."""
+    """Return (n, Vd + 1): column i is the log-probability of token ids[i], the last column that of all other tokens
+    together. logs (n, V): log-probabilities. ids (Vd,)."""
     inside = logs[:, ids]
     mass = 1 - inside.exp().sum(-1, keepdim=True)
     some = mass > 0  # the gradient of log 0 would be NaN
@@ -72,8 +72,8 @@ def remembered(
     one guess is made. Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times
     as many), or if they need a gradient.
 
-    Either all guesses are pruned to the same ids, or none is pruned. temperature: a number, (B,) or (B, T). truncate,
-    chunk: see `chunked`.
+    guesses: all pruned to the same ids, or none pruned. temperature: a number, (B,) or (B, T). truncate: a function
+    that sets the logits cut by top-k / top-p to -inf, or None. chunk: the number of positions computed at once.
     """
     if not isinstance(target, FromStates) or target.trained:
         return target

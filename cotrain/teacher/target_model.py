@@ -67,11 +67,11 @@ def load_target(
     """Return a frozen target from a folder or hub id, read only from safetensors files, on the GPU if there is one.
 
     quantisation: of the weights; "none" leaves them unchanged. A quantised checkpoint stays quantised.
-    dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it (`widened`).
-    adapter: a PEFT folder, see `adapted`, or None.
+    dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it.
+    adapter: the folder of a PEFT adapter, which is merged into the weights unless these are quantised; None for none.
 
-    Raises ValueError for an unknown quantisation, for a second quantisation of a quantised checkpoint, and for weights
-    that are missing or not finite; also the errors of `adapted`.
+    Raises ValueError for an unknown quantisation, for a second quantisation of a quantised checkpoint, for weights that
+    are missing or not finite, and for an adapter that cannot be loaded.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_quantisation(path, quantisation, config)
@@ -87,12 +87,13 @@ def load_target(
     model, info = loaded
     if info["missing_keys"]:
         raise ValueError(
-            f"target.path: {path} is incomplete, name a whole one: missing {', '.join(sorted(info['missing_keys']))}"
+            f"target.path: {path} is incomplete, name a whole model: missing {', '.join(sorted(info['missing_keys']))}"
         )
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
             raise ValueError(
-                f"target.path: {path} has NaN or infinite weights in {name}: name another, or set target.dtype=float32"
+                f"target.path: {path} has NaN or infinite weights in {name}: name another model, or set "
+                "target.dtype=float32"
             )
     unpack(model)
     own = model.dtype
@@ -107,7 +108,7 @@ def load_target(
 
 
 def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
-    """Return the target with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
+    """Return the target `model` with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
     quantised.
 
     adapter: the adapter's folder. Raises ValueError if peft is not installed, and for a folder without an adapter for
@@ -130,10 +131,10 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
 def load_config(
     path: str, trust_remote_code: bool = False, key: str = "target.path"
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Return a model's config and tokenizer, without reading its weights. path: a folder, a hub id, or "bundled" for
-    the target that ships with this package.
+    """Return a model's config and tokenizer, without reading its weights.
 
-    Raises ValueError or OSError, which names the key or file, for a missing model or tokenizer.
+    path: a folder, a hub id, or "bundled" for the target that ships with this package. key: the setting that names the
+    model, for messages. Raises ValueError or OSError, which names the key or file, for a missing model or tokenizer.
     """
     tokenizer = load_words(path, trust_remote_code, key)
     folder = Path(resolve(path))
@@ -153,7 +154,9 @@ def load_config(
 
 
 def load_words(path: str, trust_remote_code: bool = False, key: str = "target.path") -> PreTrainedTokenizerBase:
-    """Return a model's tokenizer. Arguments and errors: see `load_config`."""
+    """Return a model's tokenizer, without reading its weights. path: a folder, a hub id, or "bundled" for the target
+    that ships with this package. key: the setting that names the model, for messages. Raises ValueError or OSError,
+    which names the key or file, for a missing model or tokenizer."""
     folder = resolve(path, key)
     if Path(folder).is_dir():
         try:
@@ -201,9 +204,15 @@ def load_pair(
     trust_remote_code: bool = False,
     adapter: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target and its tokenizer. Arguments: see `load_target`; path="bundled" is the target that ships with
-    this package. Raises the errors of `load_config` and `load_target`, and those of `weight_files` for damaged
-    files."""
+    """Return the frozen target and its tokenizer.
+
+    path: a folder, a hub id, or "bundled" for the target that ships with this package. quantisation: of the weights;
+    "none" leaves them unchanged. dtype: "auto" means the checkpoint's dtype. adapter: the folder of a PEFT adapter, or
+    None.
+
+    Raises ValueError or OSError, which names the key or file, for a missing or damaged model, tokenizer or adapter, and
+    for a quantisation that the checkpoint cannot have.
+    """
     folder = resolve(path)
     if Path(folder).is_dir():
         weight_files(Path(folder))
@@ -212,12 +221,13 @@ def load_pair(
 
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Return the two parts of a model: a body, ids (B, T) -> hidden states (B, T, D), and a head, states (..., D) ->
-    logits (..., V). Raises ValueError if the head does more than project, cap or scale. This is tested on a few ids:
+    """Return the two parts of a model: a body, ids (B, T) -> last hidden states (B, T, D), and a head, states (..., D)
+    -> logits (..., V). Raises ValueError if the head does more than project, cap or scale. This is tested on a few ids:
     the logits of both parts together must equal the model's own.
 
-    The body also takes position_ids (B, T). A text begins at each position id that does not follow the one before it,
-    and attention stays within a text, see `keeps_apart`.
+    The body also takes position_ids (B, T). A text begins at each position id that does not follow the one before it;
+    for models that `keeps_apart` accepts, attention stays within a text. An encoder-decoder's body also takes source
+    (B, S), the encoder input.
 
     vocabulary: V, the number of ids that can have mass; later rows of the head are padding. None: all ids.
     """
@@ -245,8 +255,11 @@ def _compare(model: PreTrainedModel, hidden: Read, logits: Head) -> None:
 
 
 def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
-    """Return the two parts of a model as `split` does, without comparing their logits with the model's. For a model
-    that has passed the comparison."""
+    """Return the two parts of a model: a body, ids (B, T) -> last hidden states (B, T, D), and a head, states (..., D)
+    -> logits (..., V). Unlike `split`, it does not test whether both together compute the model's logits.
+
+    vocabulary: V, the number of ids that can have mass; None: all ids.
+    """
     head = head_of(model)
 
     def decoded(
@@ -281,9 +294,9 @@ _texts: ContextVar[tuple[Tensor | None] | None] = ContextVar("texts", default=No
 
 
 def _known_texts(position_ids: Tensor) -> Tensor | None:
-    """Return the number of each token's text in its row, (B, T), or None if each row is one text. position_ids (B, T).
-    transformers calls this function in each pass. Its own version waits for a GPU, while `_read` computes the answer on
-    the CPU."""
+    """Return (B, T): the number of each token's text in its row, or None if each row is one text. position_ids (B, T):
+    a text begins at each one that does not follow the one before it. transformers calls this function in each pass. Its
+    own version waits for a GPU, while `_read` computes the answer on the CPU."""
     known = _texts.get()
     if known is None:
         return find_packed_sequence_indices(position_ids)
@@ -300,8 +313,9 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
 
 
 def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
-    """Return the decoder's output for texts ids (B, T) with encoder inputs `source` (B, S). encoder (B, S, D): the
-    encoder's states for these inputs, or None to compute them. Raises ValueError if `source` is None."""
+    """Return the output of an encoder-decoder's decoder for texts ids (B, T); its last_hidden_state is (B, T, D).
+    source (B, S): the encoder inputs, in which negative ids are padding. encoder (B, S, D): the encoder's states for
+    these inputs, or None to compute them. Raises ValueError if `source` is None."""
     if source is None:
         raise ValueError(f"{type(model).__name__}: its encoder needs an input for each text, but `source` is None")
     width = int((source >= 0).sum(1).max())
@@ -317,18 +331,20 @@ def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, 
 
 
 def _masked(model: PreTrainedModel, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two tensors (B, S) for encoder inputs `source` (B, S): the inputs with padding ids in place of negative
-    ones, and a mask that is 0 at these."""
+    """Return two tensors (B, S) for encoder inputs `source` (B, S), in which negative ids are padding: the inputs with
+    the padding id in their place, and a mask that is 0 there and 1 elsewhere."""
     source = sent(source, model.device)
     return source.masked_fill(source < 0, id_of(model.config, "pad_token_id") or 0), (source >= 0).long()
 
 
 def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequence[int] = ()) -> tuple[Reader, Head]:
-    """Return a target as two functions, see `split`. The first maps ids (B, T) to states by layer, (B, T, D): the last
-    ones and those of `layers`, numbered as in `Seen`. The second maps the last states (..., D) to logits (..., V).
+    """Return a target as two functions: ids (B, T) -> states (B, T, D) by layer, and last states (..., D) -> logits
+    (..., V). The first also takes position_ids (B, T) and source (B, S). Both compute in the target's own precision,
+    even if the draft trains in mixed precision.
 
-    Both compute in the target's own precision, even if the draft trains in mixed precision. Raises ValueError for a
-    layer that does not exist, and the errors of `split`.
+    vocabulary: V, the number of ids that can have mass; None: all ids. layers: the layers to return besides LAST: 0 the
+    embeddings, i the state after i decoder layers, ENCODER the encoder's states. Raises ValueError for a layer that
+    does not exist, and if the head does more than project, cap or scale.
     """
     read, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
@@ -348,9 +364,13 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
-    """Return a function from ids (B, T) to the last states and the states of `layers`, by layer, in one pass. The model
-    has no hooks afterwards, since hooks would make serving slower. Raises ValueError for a layer that does not
-    exist."""
+    """Return a function from ids (B, T) to states (B, T, D), keyed by layer: LAST and `layers`, in one pass. It also
+    takes position_ids (B, T) and source (B, S). The model has no hooks afterwards, since hooks would make serving
+    slower.
+
+    layers: 0 the embeddings, i the state after i decoder layers, ENCODER the encoder's states. Raises ValueError for a
+    layer that does not exist.
+    """
     count, encodes = layers_of(model.config), model.config.is_encoder_decoder
     if wrong := [layer for layer in layers if not 0 <= layer < count and not (layer == ENCODER and encodes)]:
         raise ValueError(
@@ -377,7 +397,7 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 @torch.no_grad()
 def keeps_apart(model: PreTrainedModel, read: Read) -> bool:
     """Return whether attention stays within a text if several texts are packed into one row. read: the model's body,
-    see `split`.
+    which takes ids and position_ids (B, T), from `split`.
 
     The test uses two texts. The states of the second text when packed must be much nearer to its states alone than to
     its states as a continuation of the first text. They need not be equal, since rounding makes any two passes differ.

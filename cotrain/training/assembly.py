@@ -31,19 +31,21 @@ CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
 def new_student(cfg: TrainConfig, target: PreTrainedModel, vocabulary: int) -> Student:
-    """Return the student before training. vocabulary: the number of ids that can have mass. Raises the errors of
-    `initial`, and of the student's class."""
+    """Return the student before training. vocabulary: the number of ids that can have mass. Raises ValueError, which
+    names the key to change, for settings that do not fit the target or have no effect, and for a network that cannot be
+    trained."""
     return student_class(cfg.draft.kind)(initial(cfg, target), target, vocabulary)
 
 
 def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
-    """Return the draft's network before training. Raises ValueError, which names the key to change, also if a setting
-    of the initial weights or of the training would have no effect."""
+    """Return the draft's network before training. Raises ValueError, which names the key to change, for settings that
+    do not fit the target, and for a setting of the initial weights or of the training that would have no effect."""
     draft, init = cfg.draft, cfg.init
     if draft.trained:
         if draft.path and init.kind != "pretrained":
             raise ValueError(
-                f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave it out"
+                f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave out "
+                "draft.path="
             )
     elif init.kind == "pretrained":
         raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
@@ -57,7 +59,7 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
 def prune(job: Job, student: Student, held: HeldOut) -> None:
     """Choose the vocabulary of a draft with draft.vocabulary=, in place: the most frequent tokens in the training
     texts. Print which share of the held-out texts they cover. A draft that begins with a folder with a pruned
-    vocabulary keeps that one."""
+    vocabulary keeps that one. held: the held-out texts."""
     if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
         learnt = parts(job, 1)[1]
         tokens = learnt.ids[:, 1:][learnt.predicted].long()
@@ -68,8 +70,8 @@ def prune(job: Job, student: Student, held: HeldOut) -> None:
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
-    """Return which share of the sampled tokens in the held-out texts is in the draft's vocabulary. known (V,) bool:
-    True at the tokens of this vocabulary."""
+    """Return the share of the sampled tokens in the held-out texts that are in the draft's vocabulary, in [0, 1]. known
+    (V,) bool: True at the tokens of this vocabulary."""
     tokens = held.texts.ids[:, 1:][held.texts.predicted]
     return float(known.cpu()[tokens.long()].double().mean())
 
@@ -78,11 +80,12 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 
 
 def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
-    """Return two sets of training texts: the user's, for the first trainer.corpus_steps (none if that is 0), and the
-    target's.
+    """Return two sets of training texts: the user's, for the first trainer.corpus_steps steps (no texts if that is 0),
+    and the target's.
 
     rounds: how many of the rollout.rounds= samplings to include, beginning with the first. Each sampling has texts at
-    every temperature to learn. by: the sampler for texts that are not on disk; None: see `Job.sampled`.
+    every temperature to learn. by: the sampler for texts that are not on disk; None: the target without a draft, or the
+    server rollout.url=.
     """
     cfg = job.cfg
     given = cfg.draft.temperatures or [cfg.regime.temperature]
@@ -97,7 +100,8 @@ def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) ->
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:
-    """Return domain -> the share of its texts that is learnt from. All texts of other domains are learnt from."""
+    """Return data.shares as domain -> the share of its texts that is learnt from, in [0, 1]. All texts of a domain
+    without an entry are learnt from."""
     return dict(cfg.data.shares if cfg.data.path else {**cfg.data.embedded_shares, **cfg.data.shares})
 
 
@@ -117,8 +121,11 @@ def held_out_texts(job: Job) -> dict[float, HeldOut]:
 
 def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: str | None) -> None:
     """Print a warning if the sampled texts do not look as if this target sampled them. Likely causes: the server has
-    another model, or the target's forward passes were wrong when the texts were sampled. head: the target's. url: the
-    server, or None."""
+    another model, or the target's forward passes were wrong when the texts were sampled.
+
+    held: the texts, with the target's states. head: the target's, on `device`. url: the server that sampled them, or
+    None.
+    """
     origin = provenance(held, head, device)
     if not origin.own:
         message = f"texts sampled at temperature {held.temperature:g} do not look as if this target sampled them"
@@ -128,8 +135,8 @@ def warn_of_other_target(held: HeldOut, head: Head, device: torch.device, url: s
 
 def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
     """Check, on CHECKED of the user's held-out texts, whether the target sampled them in the regime. If it did not,
-    print a warning and return the texts and their provenance. Otherwise, or if no step learns from the user's texts,
-    return None."""
+    print a warning and return the texts and the evidence. Otherwise, or if no step learns from the user's texts, return
+    None."""
     cfg = job.cfg
     if not reads_given(cfg, job.chats):
         return None
@@ -149,7 +156,7 @@ def foreign(job: Job) -> tuple[HeldOut, Provenance] | None:
 
 def stages(loss: Loss) -> list[Stage]:
     """Return the losses of a training in order, each with the share of the training at which it ends: one loss, or two
-    if loss.then is set. Raises the errors of `spec.parse`."""
+    if loss.then is set. Raises ValueError, which names the key, for an expression that cannot be parsed."""
     first = Stage(loss.switch if loss.then else 1.0, parse(loss.first))
     return [first, Stage(1.0, parse(loss.then, "loss.then"))] if loss.then else [first]
 

@@ -45,8 +45,8 @@ MOST_TIME = 0.05  # seconds of all points, as a share of the seconds of training
 
 @dataclass(frozen=True)
 class MeasuredCheckpoint:
-    """A saved checkpoint. path: its folder. speedup: from a quick measurement. tau: tokens per target call, predicted
-    on the held-out texts."""
+    """A saved checkpoint. step: the number of steps before it. path: its folder. speedup: from a quick measurement.
+    tau: tokens per target call, predicted on the held-out texts."""
 
     step: int
     path: Path
@@ -57,11 +57,13 @@ class MeasuredCheckpoint:
 class MeasureSpeed(Callback):
     """Callback that measures the draft with the engine at every validation, logs the figures, and saves the weights.
 
-    measure: draft -> figures by name, with "speedup". Few prompts are timed, so the speed-up is noisy.
-    tau: returns tau by the latest scores of the held-out texts, an average over thousands of tokens. Checkpoints are
-    ranked by it, since a round costs the same in all of them.
-    folder: where weights are saved. show: draft -> a Markdown text that was decoded with it, which is logged; None for
-    no text. patience: training ends after this many validations in a row without a higher tau; 0: never.
+    measure: a function from the draft to figures by name, with "speedup". Few prompts are timed, so the speed-up is
+    noisy.
+    tau: a function that returns tau by the latest scores of the held-out texts, an average over thousands of tokens.
+    Checkpoints are ranked by it, since a round costs the same in all of them.
+    folder: where weights are saved.
+    patience: training ends after this many validations in a row without a higher tau; 0: never.
+    show: a function from the draft to a Markdown text that was decoded with it, which is logged; None for no text.
     """
 
     def __init__(
@@ -85,13 +87,14 @@ class MeasureSpeed(Callback):
             trainer.should_stop = True
 
     def save(self, draft: PreTrainedModel, step: int) -> None:
-        """Write the draft's weights after step `step` to the folder of checkpoints."""
+        """Write the draft's weights to the subfolder `step-N` of the folder of checkpoints, N = `step`, the number of
+        steps so far. An earlier subfolder of this name is replaced."""
         with new_folder(self.folder / f"step-{step}", replace=True) as new:
             draft.save_pretrained(new)
 
     def add(self, step: int, speedup: float) -> None:
-        """Add the saved weights of a step to the checkpoints from which `best` chooses. speedup: measured at this
-        step."""
+        """Add the saved weights of a step to the checkpoints from which `best` chooses, with the current tau. speedup:
+        measured at this step."""
         self.checkpoints.append(MeasuredCheckpoint(step, self.folder / f"step-{step}", speedup, self.tau()))
 
     def _show(self, trainer: lightning.Trainer, draft: PreTrainedModel) -> None:
@@ -116,7 +119,8 @@ class MeasureSpeed(Callback):
         """Return the checkpoint with the highest tau. Raises ValueError if there was no validation."""
         if not self.checkpoints:
             raise ValueError(
-                "no checkpoint was measured before the training ended: raise trainer.steps= or trainer.validations="
+                "no checkpoint was measured: the training ended before its first validation: raise trainer.steps= or "
+                "trainer.validations="
             )
         return max(self.checkpoints, key=lambda one: one.tau)
 
@@ -125,8 +129,8 @@ class MeasureSpeed(Callback):
 
 
 class SwapWeights(Callback):
-    """Base class of callbacks that put other weights into the draft. `show` puts them in, and `hide` restores the
-    draft's own weights bit for bit.
+    """Base class of callbacks that put other weights into the draft, such as averaged or quantised ones. `show` puts
+    them in, and `hide` restores the draft's own weights bit for bit.
 
     A second call of either has no effect. If a run ends between `show` and `hide`, the other weights are exported.
     """
@@ -220,8 +224,8 @@ class Averaged(SwapWeights):
 
 
 class QuantisationAware(SwapWeights):
-    """Callback that quantises the draft's projections, except the head, in every pass, see `students.quantised`. kind:
-    "int8" or "nf4".
+    """Callback that quantises the draft's projections, except the head, in every pass: the draft trains with the
+    weights with which it is served. kind: "int8" or "nf4".
 
     Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
     evaluated, measured and saved with quantised weights.
@@ -337,8 +341,8 @@ def _local(weight: Tensor) -> Tensor:
 
 
 def _values(weight: Tensor, at: Tensor) -> Tensor:
-    """Return a copy (n,) of a tensor's entries at the flat indices `at` (n,). If it is sharded, the indices are into
-    this process's part."""
+    """Return a copy (n,) of the tensor's entries at the flat indices `at` (n,). If the tensor is sharded, only this
+    process's part of it is read, and the indices count from the beginning of this part."""
     return _local(weight.detach()).flatten()[at]
 
 
@@ -358,8 +362,9 @@ class HeldOutPoints(Callback):
     A point between validations is skipped if such points would take more than the share MOST_TIME of the seconds of
     training so far, which do not include the points.
 
-    part: the texts. clock: counts the seconds of training, and is paused for a point. swaps: see `showing`. k,
-    objective, verify: the draft length, the way of drafting and the rule for the predicted tau.
+    part: the texts. clock: counts the seconds of training, and is paused for a point. swaps: callbacks whose weights
+    (averaged or quantised) the draft has at a point. k, objective, verify: the draft length, the way of drafting
+    ("sampled" or "greedy") and the verification rule for the predicted tau.
     """
 
     def __init__(
@@ -435,15 +440,16 @@ class HeldOutPoints(Callback):
 
 def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
     """Return the part of the held-out texts that each of the POINTS passes scores, at least one text. All passes
-    together score at most the share TOKENS of `training_tokens`, and one pass at most MOST tokens."""
+    together score at most the share TOKENS of `training_tokens`, the number of tokens that the training learns from;
+    one pass scores at most MOST tokens."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
     count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
     return held.spread(min(max(count, 1), len(held.texts)))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:
-    """Return, keyed by tag, the acceptance of drafted token i if all before it were accepted, for i = 1 .. k. Return {}
-    for greedy drafting."""
+    """Return the acceptance of drafted token i if all before it were accepted, for i = 1 .. k, keyed by TensorBoard
+    tag. k is cut to the draft's number of depths. objective: "sampled" or "greedy" drafting; {} for greedy."""
     if objective == "greedy":
         return {}
     _, conditional = scores.accepted(scores.drafted(k))
@@ -451,10 +457,10 @@ def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, floa
 
 
 def whole(judged: dict[float, dict[str, Scores]], temperature: float, objective: str = "sampled") -> dict[str, float]:
-    """Return figures for all held-out texts, keyed by tag: the acceptance at each temperature; for the regime also KL,
-    entropy, calibration and, if there are several domains, the acceptance in each.
+    """Return figures for all held-out texts, keyed by TensorBoard tag: the acceptance at each temperature; for the
+    regime also KL, entropy, calibration and, if there are several domains, the acceptance in each.
 
-    judged: temperature -> domain -> scores. temperature: the regime's.
+    judged: temperature -> domain -> scores. temperature: the regime's. objective: "sampled" or "greedy" drafting.
     """
     own = judged[temperature]
     named = {tags.at("acceptance", t): alpha_of(scores["all"], objective) for t, scores in judged.items()}

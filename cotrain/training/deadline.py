@@ -23,10 +23,7 @@ class Deadline:
 
     minutes: of the whole run; None: no limit.
     start: when the run began, a value of time.monotonic().
-    left: the minutes that remain for training, see `training`; saved in checkpoints.
-
-    Arguments of its methods: judging, measuring: the seconds that a validation takes to evaluate the held-out texts,
-    and to measure the checkpoint.
+    left: the minutes for training, as the method `training` computed them; saved in checkpoints.
     """
 
     minutes: float | None = None
@@ -34,16 +31,19 @@ class Deadline:
     left: float = inf
 
     def seconds(self, share: float) -> float | None:
-        """Return the seconds in a share, in [0, 1], of the run; None without a limit."""
+        """Return the seconds that are a share of the run's time limit; None without a limit. share: in [0, 1]."""
         return 60 * self.minutes * share if self.minutes else None
 
     def sampling(self, cfg: TrainConfig) -> dict[str, float]:
-        """Return, keyed by split, the most seconds for sampling the texts of one temperature; {} without a limit."""
+        """Return the most seconds for sampling the texts of one temperature, keyed by split ("train", "held_out"); {}
+        without a limit."""
         sets = {"train": len(learnt(cfg)), "held_out": len(judged(cfg))}
         return {split: 60 * self.minutes * share / sets[split] for split, share in SAMPLING.items() if self.minutes}
 
     def validations(self, cfg: TrainConfig, judging: float, measuring: float = 0.0) -> int:
-        """Return for how many validations the run has time after the first one: from 1 to trainer.validations."""
+        """Return for how many validations the run has time after the first one: from 1 to trainer.validations. judging,
+        measuring: the seconds that the first validation took to evaluate the held-out texts, and to measure the
+        checkpoint."""
         most, each = cfg.trainer.validations, judging + measuring
         if not self.minutes or not each:
             return most
@@ -51,10 +51,12 @@ class Deadline:
         return max(min(most, int((JUDGING * 60 * self.minutes - after) / each) - 1), 1)
 
     def training(self, cfg: TrainConfig, spent: float, judging: float, measuring: float = 0.0) -> float:
-        """Return the minutes that remain for training, at least the share LEAST of the run's minutes.
+        """Return the minutes that remain for training, at least the share LEAST of the run's minutes. There must be a
+        limit.
 
-        spent: seconds of the run before its first training step. Every validation is assumed to last as long as the
-        first one. After the last one, the exported checkpoint is evaluated and measured in full.
+        spent: seconds of the run before its first training step. judging, measuring: the seconds that the first
+        validation took to evaluate the held-out texts, and to measure the checkpoint. Every validation is assumed to
+        last as long. After the last one, the exported checkpoint is evaluated and measured in full.
         """
         assert self.minutes
         rest = spent + (judging + measuring) * self.validations(cfg, judging, measuring)

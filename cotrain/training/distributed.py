@@ -46,7 +46,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def within(draft: PreTrainedModel, work: Callable[[], Result]) -> Result:
-    """Return `work()`, called while the draft's weights can be read. All processes must call this function."""
+    """Return `work()`, called while the draft's weights are whole and can be read. All processes must call this
+    function."""
     network: Any = draft
     return network.within(work) if isinstance(draft, FSDPModule) else work()
 
@@ -59,7 +60,8 @@ def rest(draft: PreTrainedModel) -> None:
 
 def gathered(parted: PreTrainedModel, whole: PreTrainedModel, everywhere: bool = True) -> PreTrainedModel:
     """Load the weights of a sharded draft into `whole`, in place, and return `whole`. All processes must call this
-    function. everywhere: whether all processes get the weights, or only the first."""
+    function. parted: the sharded draft. everywhere: True: all processes get the weights; False: only the first process
+    does."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=not everywhere)  # offload: to the first process only
     state = get_model_state_dict(parted, options=options)
     if state:
@@ -77,15 +79,15 @@ class StepCounts:
 
 
 def sampled_mask(batch: Batch) -> Tensor:
-    """Return (B, T-1) bool: whether the target sampled the next token. Without the entry "sampled" in the batch, it
-    sampled every predicted token."""
+    """Return (B, T-1) bool: entry t is True if the target sampled token t+1. If the batch has no entry "sampled", the
+    target sampled all tokens that the loss counts (its entry "predicted")."""
     mask: Tensor = batch.get("sampled", batch["predicted"])
     return mask
 
 
 def counted(batch: Batch) -> Tensor:
-    """Return (2,) float32: the number of positions that the loss counts in a batch, and the number of sampled
-    tokens."""
+    """Return (2,) float32: the number of positions that the loss counts in a batch, and the number of tokens that the
+    target sampled. batch: predicted (B, T-1) bool, and sampled (B, T-1) bool if not all of these were sampled."""
     return torch.stack([batch["predicted"].sum(), sampled_mask(batch).sum()]).float()
 
 
@@ -107,7 +109,8 @@ def ends_step(batch: Batch) -> bool:
 
 
 class Ahead:
-    """Iterator over batches that calls `begin` with each batch before the batch before it is learnt."""
+    """Iterator over batches. It calls `begin` with each batch before it yields the batch before that one, so that the
+    next batch is prepared while a batch is learnt."""
 
     def __init__(self, batches: Iterable[dict[str, Any]], begin: Callable[[dict[str, Any]], None]) -> None:
         self.batches, self.begin = batches, begin

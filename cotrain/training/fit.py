@@ -51,7 +51,7 @@ VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, se
 
 @dataclass(frozen=True)
 class TrainingPhase:
-    """The steps from `first` to `last` - 1. They learn from the texts of samplings 0 .. index."""
+    """The training steps from `first` to `last` - 1 (0-based). They learn from the texts of samplings 0 .. index."""
 
     index: int
     first: int
@@ -67,8 +67,8 @@ class End(NamedTuple):
 
 
 def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """Return the phases of the training, rollout.rounds of them. Each ends at a validation. every: the number of steps
-    between validations.
+    """Return the phases of the training, one for each of the rollout.rounds= samplings. Each ends at a validation.
+    every: the number of steps between validations.
 
     Raises ValueError for more rollout.rounds than validations, and for several rounds if this engine does not sample
     the texts.
@@ -76,21 +76,26 @@ def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
     rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
     count = math.ceil(steps / every)
     if not 1 <= rounds <= count:
-        raise ValueError(f"rollout.rounds={rounds}: set it from 1 to {count}, the number of validations")
+        raise ValueError(
+            f"rollout.rounds={rounds}: each round ends at a validation, and there are {count}: set rollout.rounds= "
+            f"from 1 to {count}, or raise trainer.validations="
+        )
     if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
         raise ValueError(
-            "rollout.rounds: set it to 1, because this engine samples no texts with rollout.url= or data.on_target=true"
+            f"rollout.rounds={rounds}: this engine samples no texts with rollout.url= or data.on_target=true: set "
+            "rollout.rounds=1"
         )
     ends = [min(every * math.ceil(count * (i + 1) / rounds), steps) for i in range(rounds)]
     return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
 
 
 def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
-    """Train the module's draft, in place, and return the number of steps.
+    """Train the module's draft, in place, and return the number of steps after which the training ended.
 
     Acceptance is computed, and `speed` measures (None: nothing is measured), before the first step, at every validation
     and after the last step. Each validation saves a checkpoint with its figures, from which a later call resumes. The
-    draft is left in eval mode on the target's device.
+    draft is left in eval mode on the target's device. Raises Interrupted if a signal ends the run, ValueError as
+    `phases_of` does, and UserError for a loss that is not finite or a damaged checkpoint.
     """
     every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
     end = End(0, False)
@@ -108,8 +113,9 @@ def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
 
 
 def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, phase: TrainingPhase, every: int) -> End:
-    """Sample the texts of a phase and train until its last step. every: the number of steps between validations. Raises
-    Interrupted, and UserError for a loss that is not finite."""
+    """Sample the texts of a phase and train until its last step. Return the step at which the training ended. every:
+    the number of steps between validations. Raises Interrupted if a signal ends the run, and UserError for a loss that
+    is not finite."""
     cfg, last, progress = job.cfg.trainer, job.folder / CHECKPOINT, module.progress
     assert progress is not None
     saved: dict[str, Any] = read_saved(last) if last.exists() else {"global_step": 0}
@@ -234,8 +240,8 @@ def _trainer(
 
 
 def strategy_of(cfg: TrainerSettings) -> str | Strategy:
-    """Return Lightning's strategy for trainer.strategy=. "fsdp2" shards the draft and saves each checkpoint as one
-    file."""
+    """Return Lightning's strategy for the setting trainer.strategy=: its name or, for "fsdp2", an object that shards
+    the draft and saves each checkpoint as one file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
@@ -244,7 +250,7 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 def swapped(job: Job, draft: PreTrainedModel) -> Faster:
     """Return the sampler for the texts of a later phase: the target with the current draft, or the target alone if it
-    is faster here (many rows on few cores), see `rollout.samplers.Faster`. Both give the target's distribution."""
+    is faster here (many rows on few cores). Both give the target's distribution."""
     k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
     assert k is not None
     return Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
@@ -266,7 +272,8 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:
     """Set the minutes and the number of validations of the training, the same in every process, and print them.
-    validation: the seconds of the first validation, as the arguments judging and measuring of `Deadline`."""
+    validation: two numbers, the seconds of the first validation to evaluate the held-out texts and to measure the
+    checkpoint."""
     cfg, deadline = job.cfg, job.deadline
     if not cfg.minutes:
         return
@@ -287,8 +294,8 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
 def _loader(
     cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> Iterable[dict[str, Any]]:
-    """Return this process's batches of a phase, without the batches of the first `done` steps of the training. corpus,
-    sampled: see `assembly.parts`."""
+    """Return this process's batches of a phase, without those of the first `done` steps of the training. corpus,
+    sampled: the training texts, the user's for the first trainer.corpus_steps steps and the target's."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step
     before = max(cfg.corpus_steps - phase.first, 0) * texts
     order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
@@ -300,7 +307,8 @@ def _loader(
 
 
 def as_served(job: Job, module: Distillation) -> AbstractContextManager[None]:
-    """Give the module's draft quantised weights until the block ends, if it is served with such weights."""
+    """Give the module's draft quantised weights until the block ends if draft.quantisation= says that it is served so;
+    otherwise its weights stay."""
     return showing(_rounded(job), module)
 
 

@@ -58,7 +58,7 @@ class Signals:
 
 @contextmanager
 def listening() -> Iterator[Signals]:
-    """Yield a handler that raises Interrupted if SIGINT or SIGTERM arrives in the block, see `Signals`. The earlier
+    """Yield a handler that makes SIGINT and SIGTERM end the block by raising Interrupted (`Signals`). The earlier
     handlers are restored afterwards."""
     before = {number: signal.getsignal(number) for number in ENDING}
     signals = Signals()
@@ -149,7 +149,7 @@ class Keeper(Callback):
 
 
 def validates(trainer: lightning.Trainer) -> bool:
-    """Return whether a validation follows the current batch."""
+    """Return whether the trainer runs a validation after the current batch."""
     batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
     every = trainer.val_check_batch
     return bool(trainer.should_stop) or (every is not None and batches % every == 0)

@@ -50,14 +50,14 @@ class Job:
     """The models, folder, settings and texts of a run.
 
     sources: split -> the user's prompts or documents, as far as they have been read.
-    texts_given: split -> the result of `given`.
+    texts_given: split -> the user's own texts, as far as they have been built (`given`).
     loggers: all except TensorBoard's.
     reads: the layers whose states the student reads from the target, besides LAST.
     rounds: draft length -> timed decoding rounds, shared by the measurements of all checkpoints.
     sampled_prompts: the prompts that the target sampled for data=self, one JSON row per line; None for other prompts.
     train_texts: the training texts, if another target sampled them. This target's held-out texts then continue the
     other target's held-out prompts.
-    shape: how the draft's layers were chosen, see `planning.exits`; None if nothing was chosen.
+    shape: how the draft's layers were chosen, the result of `planning.exits.plan_exits`; None if nothing was chosen.
     """
 
     cfg: TrainConfig
@@ -77,8 +77,8 @@ class Job:
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
-        """Return the target as two functions, see `target_model.served`: ids -> hidden states by layer, and hidden
-        states -> logits. Raises ValueError if they do not compute the same as the model."""
+        """Return the target as two functions: ids (B, T) -> states (B, T, D) by layer, and last states (..., D) ->
+        logits (..., V). Raises ValueError if they do not compute the same logits as the model."""
         if urls := self.cfg.teacher.urls:
             return served_elsewhere(urls, self.target, self.vocabulary, self.reads)
         return served(self.target, self.vocabulary, self.reads)
@@ -97,8 +97,8 @@ class Job:
 
     @cached_property
     def read(self) -> Reader:
-        """Return a function from ids to the target's hidden states by layer. It caches the states in the folder
-        trainer.cache= if that is set."""
+        """Return a function from ids (B, T) to the target's states (B, T, D) by layer. If trainer.cache= names a
+        folder, the states are cached there."""
         live, _ = self.halves
         if not self.cfg.trainer.cache:
             return live
@@ -106,8 +106,8 @@ class Job:
         return DiskCache(live, Path(self.cfg.trainer.cache), maker, (LAST, *self.reads))
 
     def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the target's texts. Those that are not on disk are sampled when they are first used. by: their
-        sampler; None: the target without a draft, or the server rollout.url=."""
+        """Return the texts that the target samples. Those that are not on disk are sampled when they are first used.
+        by: their sampler; None: the target without a draft, or the server rollout.url=."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         texts = replace(
             sampled_texts(self.cfg, self.target, self.tokenizer, folder),
@@ -119,7 +119,7 @@ class Job:
 
     def source(self, split: str) -> Source:
         """Return the prompts or documents of a split ("train", "held_out" or "final"). Training and held-out ones are
-        read together, once, so that the draft learns from no held-out prompt."""
+        read together, once, so that held-out prompts that begin like a training prompt are left out."""
         if split not in self.sources:
             splits = SPLITS[:2] if split in SPLITS[:2] else (split,)
             template, cfg = template_of(self.cfg, self.target, self.tokenizer), self.cfg
@@ -168,10 +168,11 @@ class Job:
         return self.texts_given[split]
 
     def texts(self, split: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
-        """Return texts for a split at a temperature. They are the user's own if data.on_target=true, `chats` is True
-        and the temperature is the regime's; otherwise the target samples them.
+        """Return texts for a split ("train" or "held_out") at a temperature. They are the user's own if
+        data.on_target=true, `chats` is True and the temperature is the regime's; otherwise the target samples them.
 
-        part: which of the rollout.rounds= parts of the prompts. by: see `sampled`.
+        part: which of the rollout.rounds= parts of the prompts. by: the sampler for texts that are not on disk; None:
+        the target without a draft, or the server rollout.url=.
         """
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
@@ -189,7 +190,8 @@ class Job:
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """Return a plan to measure a draft with these prompts. None: the draft is not measured."""
+        """Return a plan to measure a draft with these prompts. prompts: None for a draft whose measurement is never
+        run."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,
@@ -214,8 +216,8 @@ def sampled_texts(
     folder: Path,
     draft_path: str | None = None,
 ) -> Sampled:
-    """Return the target's texts for these settings, saved in `folder`. Those that are not on disk are sampled when they
-    are first used. draft_path: a draft that makes sampling faster, or None.
+    """Return the target's texts for these settings, which are saved in `folder`. Those that are not on disk are sampled
+    when they are first used. tokenizer: the target's. draft_path: a draft folder that makes sampling faster, or None.
 
     Raises ValueError for a draft together with rollout.url=, since a server would not use the draft.
     """
@@ -238,26 +240,28 @@ def sampled_texts(
 
 
 def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
-    """Return how many texts of each split are wanted, and the most tokens of their prompts and continuations."""
+    """Return how much to sample: the number of texts of each split, and the most tokens of a prompt and of a
+    continuation."""
     ask = cfg.rollout
     return Ask({"train": ask.texts, "held_out": ask.held_out_texts}, ask.prompt_tokens, ask.new_tokens)
 
 
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     """Return whether a run learns from, or is evaluated on, texts that the user gave. logs: whether the user's rows are
-    prompts, which may have completions."""
+    whole prompts, which may have completions."""
     trained = cfg.draft.trained
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
 def servers_of(cfg: TrainConfig | RolloutConfig) -> list[str]:
-    """Return the servers that sample the texts, [] if this engine does."""
+    """Return the addresses of the servers that sample the texts (rollout.url=); [] if this engine samples them."""
     teachers = cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
     return [cfg.rollout.url] if cfg.rollout.url else teachers
 
 
 def _remote(urls: list[str], tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:
-    """rows: concurrent requests of each server."""
+    """Return a sampler that uses these servers. rows: concurrent requests of each server. ends: token ids that end a
+    text."""
     each = [Remote(StatesClient(url), tokenizer, rows, ends) for url in urls]
     return each[0] if len(each) == 1 else Spread(each)
 
@@ -288,11 +292,11 @@ def sample_prompts(
     timed: int = 0,
     seconds: float | None = None,
 ) -> Path:
-    """Let the target sample prompts for data=self. Write them to a file in `folder`, set data.path in `cfg` to this
-    file, and return its path.
+    """Let the target sample prompts for data=self. Write them to a file in `folder`, set data.path in `cfg`, in place,
+    to this file, and return its path.
 
-    timed: how many prompts are needed to time a draft. seconds: the most time for sampling; None: no limit. Raises the
-    errors of `SelfPrompts.file`.
+    timed: how many prompts are needed to time a draft. seconds: the most time for sampling; None: no limit. Raises
+    UserError if a split gets no prompt.
     """
     ask = cfg.rollout
     own = SelfPrompts(
@@ -319,7 +323,8 @@ def sample_prompts(
 def models(
     cfg: TrainConfig | RolloutConfig | DraftFolderConfig,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the target as it will be served, and its tokenizer. Raises the errors of `load_pair`."""
+    """Return the target as it will be served (quantised, with its adapter), and its tokenizer. Raises ValueError or
+    OSError, which names the key or file, for a missing or damaged model or adapter."""
     ask = cfg.target
     if isinstance(cfg, TrainConfig) and cfg.teacher.url:
         _, tokenizer = load_config(str(ask.path), ask.trust_remote_code)

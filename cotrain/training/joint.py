@@ -82,11 +82,12 @@ WARM, MOVING, TARGET = "warm", "joint", "target"
 def joint(
     cfg: TrainConfig, folder: Path, deadline: Deadline, sources: Mapping[str, Source] | None = None
 ) -> dict[str, Any]:
-    """Run or resume the joint training in `folder`. Return the report of the exported draft, as `train` does.
+    """Run or resume the joint training in `folder`, all four stages. Return the report of the exported draft.
 
-    cfg: settings that `preconditions.require` and `refuse_joint` have accepted. sources: split -> the user's texts, if
-    they have been read. The moved target is written to `target/` in the folder. Raises UserError if its KL to the
-    original is not certified to be within joint.epsilon, unless joint.uncertified=true.
+    cfg: settings that `preconditions.require` and `refuse_joint` have accepted. deadline: the run's time limit.
+    sources: split -> the user's texts, if they have been read. The moved target is written to `target/` in the folder.
+    Raises UserError if its KL to the original is not certified to be within joint.epsilon, unless
+    joint.uncertified=true.
     """
     prompts, place = None, folder / TARGET
     if from_target(cfg.data):  # the original target samples the prompts of all stages
@@ -116,8 +117,8 @@ def original_texts(
     """Return the original target's training texts, from which the draft also learns in the last stage. The moved target
     is so near to the original that its own texts would add nothing except hours of sampling.
 
-    The held-out texts of the last stage are sampled by the moved target, from the same prompts as the original's
-    held-out texts. target: the moved target. Reading the texts raises UserError if they are no longer on disk.
+    target: the moved target, which samples the held-out texts of the last stage from the same prompts as the
+    original's. folder: the run's folder. Reading the training texts raises UserError if they are no longer on disk.
     """
     place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
     texts = sampled_texts(cfg, target, tokenizer, place)
@@ -125,7 +126,8 @@ def original_texts(
 
 
 def _refuse_sampling(place: Path) -> Sampler:
-    """Raise UserError instead of sampling: texts of the moved target must not be stored as texts of the original."""
+    """Raise UserError that texts are missing in `place`. It is called instead of sampling, since texts of the moved
+    target must not be stored as texts of the original."""
     raise UserError(
         f"the texts of the original target are missing in {place}: delete {place.parent.parent / MOVING} and "
         f"{place.parent.parent / TARGET}, and the same command samples them again"
@@ -133,8 +135,8 @@ def _refuse_sampling(place: Path) -> Sampler:
 
 
 def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
-    """Raise UserError, which names the key, for settings that joint training does not support. known: from
-    `preconditions.require`."""
+    """Raise UserError, which names the key, for settings that joint training does not support. known: the run before
+    its weights are loaded, from `preconditions.require`."""
     if find_spec("peft") is None:
         raise UserError("mode=joint: it needs peft: pip install 'cotrain[adapter]'")
     if not cfg.draft.trained:
@@ -144,7 +146,11 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
         ("trainer.strategy=fsdp2", cfg.trainer.strategy == "fsdp2", "use trainer.strategy=ddp"),
         ("optimizer=muon", cfg.optimizer.kind == "muon", "use optimizer=adamw"),
         ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
-        ("data.on_target=true", cfg.data.on_target, "the texts are not those of the moved target: set it to false"),
+        (
+            "data.on_target=true",
+            cfg.data.on_target,
+            "the texts are not those of the moved target: set data.on_target=false",
+        ),
         ("minutes", cfg.minutes, "joint training is counted in steps: set minutes=null"),
         ("trainer.minutes", cfg.trainer.minutes, "joint training is counted in steps: set trainer.minutes=null"),
         (
@@ -169,7 +175,7 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
         raise UserError(
             f"rollout.held_out_texts={held}: there are {count} held-out texts of different conversations "
             f"or documents, and mode=joint needs at least {FEWEST} to scale the adapter and certify the "
-            "target: raise it, or give more prompts as data.path="
+            "target: raise rollout.held_out_texts=, or give more prompts with data.path="
         )
     with user_errors():
         trainer = (second := moving(cfg, Path(cfg.output))).trainer
@@ -251,10 +257,11 @@ def _begins_with(cfg: TrainConfig, folder: Path) -> None:
 
 
 class MovingTeacher(MemoryCache):
-    """The teacher for a target that moves. A call reads the states of the moved target, with gradients. `original`
-    reads the states of the target without its adapter, and caches them.
+    """The teacher for a target that moves. A call returns the states of the moved target, with gradients. `original`
+    returns the states of the target without its adapter, and caches them.
 
-    record: the states from the last call. moves: whether the adapter moves in the current step; if not, a call has no
+    live: reads the target's states with its adapter, as a function ids (B, T) -> states (B, T, D) by layer. record: the
+    states that the last call returned. moves: whether the adapter moves in the current step; if not, a call has no
     gradients. limit: bytes of the cache.
     """
 
@@ -272,8 +279,9 @@ class MovingTeacher(MemoryCache):
         return self.record
 
     def original(self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None) -> Record:
-        """Return the original target's states by layer, without gradients. ids (B, T). keys (B,): the numbers of the
-        texts. position_ids (B, T): only if texts are packed."""
+        """Return the states (B, T, D) of the target without its adapter, keyed by layer, without gradients. ids (B, T):
+        token ids. keys (B,): the number of each text, under which its states are cached. position_ids (B, T): only if
+        texts are packed."""
         return super().__call__(ids, keys, position_ids)
 
 
@@ -281,8 +289,8 @@ class JointTraining(Distillation):
     """Lightning module that trains a student and an adapter of its target. The loss is that of `Distillation`, with
     gradients in both, plus the multiplier times KL(original || moved) / epsilon.
 
-    adapter: the adapter's parameters. settings: see `config.groups.Joint`. parts, options: other arguments of
-    `Distillation`. remember: bytes of the teacher's cache.
+    adapter: the adapter's parameters. settings: the settings joint.*. remember: bytes in which the original target's
+    states are cached. parts, options: the other arguments of `Distillation`.
     """
 
     multiplier: Tensor
@@ -341,7 +349,8 @@ class JointTraining(Distillation):
 
     def _weight(self, kl: Tensor, batches: int) -> Tensor:
         """Return the factor of the KL in a batch's loss, a scalar. The multiplier is updated, in place, by the KL over
-        all processes. kl (): mean per position, in nats. batches: the number of batches in the step."""
+        all processes. kl (): the mean per position of this batch, in nats. batches: the number of batches in the step.
+        """
         if self.settings.weight is not None:
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
@@ -364,7 +373,8 @@ class JointTraining(Distillation):
         return super().on(self._read_again(held_out))
 
     def _read_again(self, held: HeldOut) -> HeldOut:
-        """Return held-out texts with the states of the target as it is now."""
+        """Return the held-out texts with the states of the target as it is now. held: the texts, whose states may be
+        older."""
         return read_held_out(self.live, held.texts, held.temperature, held.truncate)
 
     def configure_optimizers(self) -> Any:
@@ -404,8 +414,8 @@ def without_adapter(target: nn.Module) -> Iterator[None]:
 
 
 def unadapted(live: Reader, target: nn.Module) -> Reader:
-    """Return a function that reads the states of the target without its adapter. live: the function that reads its
-    states with the adapter."""
+    """Return a function ids (B, T) -> states (B, T, D) by layer of the target without its adapter. live: such a
+    function with the adapter. target: the model with the adapter."""
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with without_adapter(target):
@@ -416,16 +426,16 @@ def unadapted(live: Reader, target: nn.Module) -> Reader:
 
 @dataclass
 class SecondStage:
-    """The stage that trains draft and adapter together. cfg, folder: the whole run's. wrapped: peft's model around the
-    target; None before `build` has run."""
+    """The stage that trains draft and adapter together. cfg, folder: the settings and folder of the whole run. wrapped:
+    peft's model around the target; None before `build` has run."""
 
     cfg: TrainConfig
     folder: Path
     wrapped: Any = None
 
     def build(self, job: Job, student: Student, held_out: dict[float, HeldOut]) -> Distillation:
-        """Put the adapter into the target, in place, and return the module that trains both. held_out: keyed by
-        temperature."""
+        """Put the adapter into the target, in place, and return the module that trains both. held_out: the held-out
+        texts, keyed by temperature."""
         cfg, target = self.cfg, job.target
         if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
             stored = replace(
@@ -443,7 +453,8 @@ class SecondStage:
         return trained_by(job, student, held_out, partial(JointTraining, adapter=adapter, settings=cfg.joint))
 
     def write(self, job: Job, module: JointTraining, *_: Any) -> dict[str, Any]:
-        """Write the draft, and the moved target with its certificate. Return {}, since this stage has no report."""
+        """Write the draft, and the moved target with its certificate, to the folder. Return {}, since this stage has no
+        report."""
         joint = self.cfg.joint
         unmeasured(job, module.draft, {"joint": {"steps": joint.steps, "epsilon": joint.epsilon}})
         write_certified(self.cfg, job, module, self.wrapped, self.folder / TARGET)
@@ -454,12 +465,12 @@ class SecondStage:
 
 
 def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: Any, place: Path) -> None:
-    """Scale the adapter down, merge it, write the moved target to `place`, and certify it. wrapped: peft's model around
-    the target.
+    """Scale the adapter down, merge it, write the moved target to the folder `place`, and certify it. module: the
+    trained module. wrapped: peft's model around the target.
 
-    The original target's held-out texts, one per conversation or document (`independent`), are split: even ones choose
-    the scale, odd ones certify. The certificate is for the files after they are loaded again. It also covers texts that
-    the moved target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
+    The original target's held-out texts, one per conversation or document, are split: even ones choose the scale, odd
+    ones certify. The certificate is for the files after they are loaded again. It also covers texts that the moved
+    target samples from the same prompts. If the target's weights are quantised, the adapter is written alone.
     """
     held = module.held_out[module.temperature].texts
     apart = independent(held.prompts, job.source("held_out"), cfg.rollout.prompt_tokens)
@@ -469,8 +480,9 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
         scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
     if not scale:
         print(
-            f"warning: joint.epsilon={cfg.joint.epsilon:g}: no change of the target was within it, so the target has "
-            "not moved: raise rollout.held_out_texts= to certify with more texts",
+            f"warning: joint.epsilon={cfg.joint.epsilon:g}: no scale of the adapter that was tried kept the upper "
+            "confidence bound on the KL within epsilon, so the target is unchanged: raise rollout.held_out_texts= "
+            "(more texts tighten the bound) or joint.epsilon=",
             file=sys.stderr,
         )
     with new_folder(place, replace=True) as new:
@@ -493,11 +505,10 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
 
 def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -> list[int]:
     """Return the indices of prompts that are independent of each other: the first prompt of each conversation or
-    document in the source. A prompt is also left out if it begins with an earlier returned prompt, or if an earlier
-    returned prompt begins with it.
+    document in the source, unless it begins with a prompt returned before it, or such a prompt begins with it.
 
-    prompts: token ids of each. tokens: the most tokens of a prompt. A prompt that is not in the source, for example a
-    shipped one, counts as a separate document.
+    prompts: token ids of each. source: knows the conversation or document of a prompt. tokens: the most tokens of a
+    prompt. A prompt that is not in the source, for example a shipped one, counts as a separate document.
     """
     units = source.units(tokens)
     first: dict[Any, int] = {}
@@ -512,8 +523,9 @@ def independent(prompts: Sequence[Sequence[int]], source: Source, tokens: int) -
 
 
 def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[str, Any]:
-    """Return the entries of `moved_target.movement_of`. parts: the movement on each set of texts, by name. The bound is
-    the largest of the sets' bounds. Each bound is computed with its part of the risk, so that all hold together."""
+    """Return the JSON object that is stored with the moved target (`moved_target.movement_of` reads it). parts: the
+    movement on each set of texts, by name. Its bound is the largest of the sets' bounds. Each bound is computed with
+    its part of the risk, so that all hold together."""
     confidence = 1 - (1 - CONFIDENCE) / len(parts)
     each = {
         name: movement_figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids)))
@@ -534,12 +546,12 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
 
 
 def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts, epsilon: float) -> float:
-    """Scale the adapter's change, in place, by a factor of at most 1 at which the bound on the KL is within epsilon,
-    and return the factor; 0 if none was found. The search assumes that the KL of a small change is about quadratic in
-    the factor.
+    """Scale the adapter's change, in place, by a factor in [0, 1] at which the bound on the KL is within epsilon, and
+    return the factor; 0 if none was found. The search assumes that the KL of a small change is about quadratic in the
+    factor.
 
-    live: reads the target's states with its adapter. head: states -> logits. texts: on which the KL is computed.
-    epsilon: nats per token.
+    live: reads the target's states with its adapter, ids (B, T) -> states by layer. head: last states (..., D) ->
+    logits (..., V). texts: on which the KL is computed. epsilon: nats per token.
     """
     layers = adapters(target)
     ups = [up.weight for layer in layers for up in layer.lora_B.values()]
@@ -570,8 +582,8 @@ def _scaled(ups: Sequence[Tensor], whole: Sequence[Tensor], scale: float) -> Non
 
 
 def sampled_again(cfg: TrainConfig, target: PreTrainedModel, job: Job, texts: Texts) -> Texts:
-    """Return texts that the moved target samples, in the regime, from the prompts of `texts`. target: the moved
-    target."""
+    """Return new texts: the moved target continues the prompts of `texts`, in the regime. target: the moved target.
+    job: has the tokenizer."""
     sampler = Own(Engine(target, tokenizer=job.tokenizer, rows=cfg.rollout.rows))
     seed, keys = cfg.rollout.seed + 1, list(range(len(texts)))
     new = sampler(texts.prompts, sampling(cfg.regime), cfg.rollout.new_tokens, seed, keys)

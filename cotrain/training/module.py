@@ -67,8 +67,8 @@ def current(stages: Sequence[Stage], progress: float) -> LossSpec:
 class PositionLosses(NamedTuple):
     """The losses per position of a batch.
 
-    mean: their sum over guesses, divided by the step's count; a scalar.
-    terms: each term's part in `mean`, by name.
+    mean: their sum over guesses, divided by the step's count of positions; a scalar.
+    terms: each term's part in `mean`, a scalar by name.
     statistics: the acceptance statistics of each guess.
     """
 
@@ -84,8 +84,8 @@ class StepLoss:
     spec: the current loss.
     asked: the batch, with the target's distributions.
     guesses: the student's K predictions, one for each depth.
-    logs: log p and log q of the sampled tokens, see `LossBatch.logs`; None if neither the loss nor the weights of the
-    depths need them.
+    logs: log p and log q of the sampled tokens, (B, L) or (B, L, K) each (L tokens of the longest completion); None if
+    neither the loss nor the weights of the depths need them.
     counts: the numbers by which the sums are divided.
     k: the draft length of the sequence losses.
     """
@@ -99,8 +99,8 @@ class StepLoss:
 
     @cached_property
     def saved(self) -> Tensor | None:
-        """Return how many target calls one more unit of acceptance saves at each sampled token, see `LossBatch.saved`.
-        None without `logs`."""
+        """Return how many target calls one more unit of acceptance saves at each sampled token, (B, L) or (B, L, K),
+        without gradient. Return None if `logs` is None."""
         return None if self.logs is None else self.asked.saved(self.logs, self.k)
 
     def of_texts(self) -> dict[str, Tensor]:
@@ -113,9 +113,9 @@ class StepLoss:
 
     def of_positions(self, predicted: Tensor, share: Tensor, measured: bool) -> PositionLosses:
         """Return the losses per position. A weighted loss is a mean over tokens, each weighted by the target calls that
-        acceptance saves there.
+        acceptance there saves.
 
-        predicted (B, T-1) bool: which tokens the loss counts.
+        predicted (B, T-1) bool: entry t is True if the loss counts token t+1.
         share (K,): the weight of each guess.
         measured: whether the statistics of the guesses are computed.
         """
@@ -146,9 +146,9 @@ class StepLoss:
 
 
 def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_depth: bool) -> Logs | None:
-    """Return log p and log q of the sampled tokens, see `LossBatch.logs`. They have gradients only for a sequence loss.
-    Return None if neither the loss nor the weights of the depths need them. by_depth: whether the weights of the depths
-    need them."""
+    """Return log p and log q of the sampled tokens, (B, L) or (B, L, K) each (L tokens of the longest completion). They
+    have gradients only for a sequence loss. Return None if neither the loss nor the weights of the depths need them.
+    by_depth: whether the weights of the depths need them."""
     if spec.sequence:
         return asked.logs(guesses)
     if not spec.weighted and not (by_depth and len(guesses) > 1):
@@ -160,17 +160,20 @@ def logs_for(spec: LossSpec, asked: LossBatch, guesses: Sequence[Guess], by_dept
 class Distillation(lightning.LightningModule):
     """Lightning module that trains a student so that `target` accepts its drafts under a regime.
 
-    stages: losses of `cotrain.losses.spec`, in order.
+    stages: the losses, in order.
     optimizer, scheduler: factories; the first is called with the draft, the second with the optimiser.
     held_out: texts sampled from the target, keyed by temperature. Every validation evaluates the draft on them.
-    temperature, truncate: the regime, see `chunked`.
-    chunk: the number of positions whose distributions are in memory at once; None for `chunked.chunk_positions`.
+    temperature: the regime's.
+    truncate: a function that sets the logits cut by the regime's top-k / top-p to -inf, (n, V) -> (n, V); None without
+    a cut.
+    chunk: the number of positions whose distributions are in memory at once; None: chosen by vocabulary and device.
     remember: bytes of memory in which the target's states are cached.
     k: draft length of the sequence losses.
     seed: seed of the student's random choices.
     progress: the progress of the whole training, by which `stages` end; None: the trainer's steps.
-    decay: the weight of depth j (0-based) is decay ** j; None: exact weights, see `losses.batch.shares`.
-    teacher: the target as two functions, see `target_model.served`; None: made from `target`.
+    decay: the weight of depth j (0-based) is decay ** j; None: the target calls that acceptance at this depth saves.
+    teacher: the target as two functions, ids -> states by layer and last states -> logits (`target_model.served`);
+    None: made from `target`.
 
     Raises ValueError for a student that cannot be trained.
     """
@@ -249,8 +252,8 @@ class Distillation(lightning.LightningModule):
         return moved | {"host": batch} if isinstance(moved, dict) else moved
 
     def training_step(self, batch: dict[str, Any], _: int) -> Tensor:
-        """Return the loss of a batch, see `learn`. If the loss is not finite, NotFinite is raised now or at the next
-        logged step."""
+        """Return the loss of a batch, a scalar. batch: ids (B, T), predicted (B, T-1) and the other entries that
+        `learn` lists. If the loss is not finite, NotFinite is raised now or at the next logged step."""
         loss = within(self.draft, lambda: self.learn(batch))
         self.unread.append((self.global_step + 1, loss.detach(), batch.get("host", batch)))
         if self.watched or loss.device.type == "cpu":  # else a GPU would wait for the host in each step
@@ -258,7 +261,8 @@ class Distillation(lightning.LightningModule):
         return loss
 
     def require_finite(self) -> None:
-        """Raise NotFinite, which names the step and its texts, if a loss since the last call is not finite."""
+        """Raise NotFinite, which names the step and its texts, if the loss of any step since the last call is not
+        finite."""
         if not self.unread:
             return
         losses = torch.stack([loss for _, loss, _ in self.unread]).tolist()
@@ -275,10 +279,11 @@ class Distillation(lightning.LightningModule):
     def learn(self, batch: dict[str, Any]) -> Tensor:
         """Return the loss of a batch, a scalar.
 
-        The batch has ids (B, T); predicted (B, T-1) bool: which tokens the loss counts; key (B,): the number of each
-        text; temperature (B,); position_ids (B, T) if texts are packed; source (B, S) if the target has an encoder;
-        sampled (B, T-1) bool, see `distributed.sampled_mask`; counts and group if a step has several batches, see
-        `distributed.Grouped`.
+        The batch has ids (B, T); predicted (B, T-1) bool: entry t is whether the loss counts token t+1; key (B,): the
+        number of each text; temperature (B,); position_ids (B, T) if texts are packed; source (B, S) if the target has
+        an encoder; sampled (B, T-1) bool: entry t is whether the target sampled token t+1 (without it, every predicted
+        token counts as sampled). If a step has several batches, it also has counts (2,), the step's numbers of
+        predicted and sampled tokens, and group, the pair (index of the batch in the step, number of batches).
         """
         if not self.batch_sums:
             self.step_figures = {}
@@ -315,11 +320,13 @@ class Distillation(lightning.LightningModule):
         return mean
 
     def distributions(self, record: Record) -> FromStates:
-        """Return the target's distributions for a batch. record: its hidden states for this batch, by layer."""
+        """Return the target's distributions for a batch. record: the target's states (B, T, D) for this batch, by
+        layer."""
         return FromStates(record[LAST], self.head_target)
 
     def further(self, batch: dict[str, Any], counts: StepCounts) -> dict[str, Tensor]:
-        """Return further terms of the loss, by name. There are none, except in joint training."""
+        """Return further terms of the loss, scalars by name; {} except in joint training. batch: ids (B, T), predicted
+        (B, T-1) and the other entries that `learn` lists. counts: the numbers by which losses are divided."""
         return {}
 
     @property
@@ -335,7 +342,8 @@ class Distillation(lightning.LightningModule):
 
     def _note(self, values: dict[str, Tensor], batch: dict[str, Any], watched: bool) -> None:
         """Add scalars to the sums over the batches of a step. After the last batch, the sums become the figures of the
-        step. values: by name. watched: whether the figures of this step are logged."""
+        step. values: the scalars by name. batch: says whether it is the last of its step. watched: whether the figures
+        of this step are logged."""
         _, number = batch.get("group", (0, 1))
         for name, value in values.items():
             self.batch_sums[name] = self.batch_sums.get(name, 0.0) + value.detach() / number
@@ -366,8 +374,8 @@ class Distillation(lightning.LightningModule):
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
-        """Return the numbers by which the losses are divided. They are averaged over processes, because DDP averages
-        gradients."""
+        """Return the numbers by which the losses of a batch are divided. They are averaged over processes, because DDP
+        averages gradients."""
         _, number = batch.get("group", (0, 1))
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
@@ -376,7 +384,7 @@ class Distillation(lightning.LightningModule):
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Return uniforms (B, T) that depend only on seed, step, text and position, so that a resumed run repeats them.
-        keys (B,): the numbers of the texts. positions: T."""
+        keys (B,): the number of each text. positions: T."""
         step = torch.full_like(keys, self.global_step)
         return noise.uniform(self.seed, keys, step, torch.arange(positions), noise.ACCEPT)
 
@@ -402,8 +410,8 @@ class Distillation(lightning.LightningModule):
             return {t: evaluate(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def _fit_texts(self) -> None:
-        """Reduce the held-out texts, in place, to as many as one evaluation has time for. A few are timed to estimate
-        this. A resumed run uses as many texts as before."""
+        """Reduce the held-out texts, in place, to as many as one evaluation has time for. A few texts are timed to
+        estimate this. A resumed run uses as many texts as before."""
         progress, longest = self.progress, max(map(len, self.held_out.values()))
         if progress is None or self.fitted:
             return
@@ -437,28 +445,33 @@ class Distillation(lightning.LightningModule):
         return counting(title, sum(map(len, held_out.values())), "texts", hidden=bool(rank()))
 
     def on(self, held_out: HeldOut) -> dict[str, Scores]:
-        """Return the draft's scores on other held-out texts, keyed by domain; "all" is for all of them."""
+        """Return the draft's scores on the texts `held_out`, which need not be the module's, keyed by domain; "all" is
+        for all of them together."""
         return evaluate(held_out, self.student, self.head_target)
 
     def profiles(self) -> dict[float, dict[str, Any]]:
-        """Return the profile of the held-out texts, keyed by temperature, see `evaluation.profile`."""
+        """Return, keyed by temperature of the held-out texts, the acceptance by the draft's temperature and by the
+        length of the context (`evaluation.profile`)."""
         with self._display("profiles", self.held_out) as add:
             return {t: profile(held, self.student, self.head_target, add) for t, held in self.held_out.items()}
 
     def divergence(self, decode: Decode) -> dict[str, Any]:
-        """Return where draft and target differ on the regime's held-out texts, see `evaluation.divergence`. decode:
-        token ids -> text."""
+        """Return where draft and target differ on the regime's held-out texts: the mean total variation, how few
+        positions contribute most of it, and the worst positions (`evaluation.divergence`). decode: token ids -> text.
+        """
         held = self.held_out[self.temperature]
         with self._display("divergence", {self.temperature: held}) as add:
             return divergence(held, self.student, self.head_target, decode, add)
 
     def acceptance(self) -> dict[str, float]:
-        """Return the figures of `held_out.figures` for all temperatures, by names such as alpha_T0.5/code."""
+        """Return all figures on held-out texts by name, at all temperatures, such as alpha_T0.5/code
+        (`held_out.figures` with the temperature in the name)."""
         return {_tag(name, t): value for t, scores in self.judged.items() for name, value in figures(scores).items()}
 
     def without_markov(self) -> dict[str, float]:
-        """Return the tau that the draft has without its Markov head, because some engines do not support one. The names
-        contain draft length and temperature. Return {} for a draft without a Markov head."""
+        """Return the tau that the draft has without its Markov head, because some engines do not support one, by name,
+        such as tau_without_markov_T1/all/4 at draft length 4 and temperature 1. Return {} for a draft without a Markov
+        head."""
         network: Any = self.student.network
         markov = getattr(network, "markov_head", None)
         if markov is None:
@@ -477,10 +490,9 @@ class Distillation(lightning.LightningModule):
         }
 
     def tau(self, k: int, objective: str = "sampled", verify: str = "token") -> float:
-        """Return tokens per target call at draft length k in the regime, as predicted on the held-out texts.
-
-        objective: "sampled" or "greedy" drafting. verify: the verification rule.
-        """
+        """Return the tokens per target call at draft length k in the regime, as predicted by the last evaluation on the
+        held-out texts. objective: "sampled" or "greedy" drafting. verify: the verification rule; every rule other than
+        "block" counts as the token rule."""
         return tau_of(self.judged[self.temperature]["all"], k, objective, verify)
 
     def scores(self) -> dict[float, Scores]:
@@ -494,12 +506,15 @@ class Distillation(lightning.LightningModule):
 
 
 def alpha_of(scores: Scores, objective: str = "sampled") -> float:
-    """Return the acceptance of the first drafted token. objective: "sampled" or "greedy" drafting."""
+    """Return the mean acceptance of the first drafted token on held-out texts. objective: "sampled" drafting (sum_v
+    min(p, q)), or "greedy" drafting (p(argmax q))."""
     return float(scores.alpha_greedy if objective == "greedy" else scores.alpha)
 
 
 def tau_of(scores: Scores, k: int, objective: str = "sampled", verify: str = "token") -> float:
-    """Return tokens per target call, as predicted from scores. Arguments: see `Distillation.tau`."""
+    """Return the tokens per target call at draft length k, as predicted from the scores of held-out texts. objective:
+    "sampled" or "greedy" drafting. verify: the verification rule; every rule other than "block" counts as the token
+    rule."""
     return scores.tau_greedy(k) if objective == "greedy" else scores.tau(k, verify)
 
 

@@ -29,7 +29,8 @@ class MuonAdamW(torch.optim.Optimizer):
     Its `param_groups` are the groups of both optimisers, so a schedule applies to both. Muon's updates are scaled to
     the size of AdamW's, so one learning rate fits both.
 
-    betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's learning rate; None: `lr`.
+    lr: the learning rate of both. betas: AdamW's. weight_decay: Muon's; AdamW has none here. embedding_lr: AdamW's
+    learning rate; None: `lr`.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
 
 
 def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[float]) -> torch.optim.AdamW:
-    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters, without weight decay on vectors.
+    """Return AdamW (Loshchilov 2019, arXiv 1711.05101) for all trainable parameters of the model, without weight decay
+    on vectors. lr: the learning rate. betas: the decays of both moments.
 
     It is fused unless the weights are sharded. This saves a tenth of a step's time if a small draft has a large
     embedding.
@@ -109,8 +111,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": adamw, "
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:
     """Return a schedule in which the learning rate rises linearly over the first fraction `warmup` of the training, is
-    then constant, and falls linearly to 0 over the last fraction `decay`. If a finished training is extended, the rate
-    continues at its progress in the longer training."""
+    then constant, and falls linearly to 0 over the last fraction `decay`. progress: says which share of the training is
+    done after a step. If a finished training is extended, the rate continues at this share of the longer training."""
 
     def factor(step: int) -> float:
         done = progress.at(step)
@@ -123,7 +125,7 @@ def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: floa
 
 def precision(name: str, device: str | None = None, key: str = "trainer.precision") -> str:
     """Return Lightning's name for a precision. "auto" gives bf16-mixed, or 32-true on a CPU without fast bfloat16.
-    device: None for the GPU, if there is one.
+    device: the device's type; None for the GPU, if there is one, or else the CPU. key: the setting, for the message.
 
     Raises UserError, which names `key`, for weights in half precision. There, an update is lost if it is below half the
     distance to the next number, which is 1/256 to 1/128 of a weight in bfloat16.

@@ -65,8 +65,8 @@ TAUGHT = ("independent", "conditioned", "parallel", "eagle", "p_eagle", "block",
 
 @dataclass(frozen=True)
 class RunOutline:
-    """A run before its weights are loaded: target and draft on the meta device, the target's tokenizer, and sources:
-    split -> the user's prompts or documents."""
+    """A run before its weights are loaded. target, draft: models on the meta device, which stores no weights.
+    tokenizer: the target's. sources: split -> the user's prompts or documents; {} for the embedded corpora."""
 
     target: PreTrainedModel
     tokenizer: Tokenizer
@@ -125,7 +125,9 @@ def require_texts(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenize
 def _refuse_given_texts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, sources: Mapping[str, Source]
 ) -> None:
-    """Raise the errors that `Job.given` will raise."""
+    """Raise UserError or ValueError, which names the key, if the user's texts cannot be used as they are: no prompt has
+    a completion, a block exceeds the target's context, or the texts fill less than one block. sources: the texts, keyed
+    by split."""
     for split in SPLITS[:2]:
         texts = sources[split]
         if isinstance(texts, PromptRows):
@@ -140,8 +142,8 @@ def _refuse_given_texts(
 
 
 def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel, Tokenizer]:
-    """Return the target `path` on the meta device, without weights, and its tokenizer. Raises the errors of
-    `load_config`, and UserError if its folder has no weights."""
+    """Return the target `path` (a folder or hub id) on the meta device, without weights, and its tokenizer. Raises
+    UserError if its folder has no weights, and ValueError or OSError for a missing model or tokenizer."""
     config, tokenizer = load_config(path, trust_remote_code)
     return sketch(path, config, trust_remote_code), tokenizer
 
@@ -149,8 +151,9 @@ def outline(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedModel
 def sketch(
     path: str, config: PretrainedConfig, trust_remote_code: bool = False, key: str = "target.path"
 ) -> PreTrainedModel:
-    """Return a model on the meta device, without weights. Raises UserError, which names `key`, if its folder has no
-    weights, or if the engine cannot run the model."""
+    """Return a model on the meta device, without weights. path: its folder or hub id. config: its config. key: the
+    setting that names it, for messages. Raises UserError, which names `key`, if its folder has no weights, or if the
+    engine cannot run the model."""
     folder = Path(resolve(path))
     _weights(key, folder)
     try:
@@ -188,7 +191,7 @@ def _settings(cfg: TrainConfig) -> None:
             "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone"
         )
     if cfg.policy.k is None:
-        raise UserError("policy.k=null: checkpoints are compared at one draft length: set it, for example policy.k=4")
+        raise UserError("policy.k=null: checkpoints are compared at one draft length: set one, as in policy.k=4")
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
@@ -336,7 +339,8 @@ def _teacher(cfg: TrainConfig) -> None:
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
     """Return a client for the server at `url`. Print the sampling settings that the server applies in the regime, if it
-    reports them. Raises UserError, which names `key`, if no server answers."""
+    reports them. key: the setting with the address, for messages. model: the model's name on the server; None: the
+    first that the server lists. Raises UserError, which names `key`, if no server answers."""
     try:
         client = Client(url, model)
         if said := client.resolved_settings(regime):
@@ -370,8 +374,9 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
 
 
 def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
-    """Raise UserError, which names the key, for settings that an encoder-decoder does not support. Also raises the
-    errors of `start_of`."""
+    """Raise UserError, which names the key, for settings that an encoder-decoder does not support, and ValueError if
+    its encoder reads audio or image features or if the ids of its decoder's first tokens are not known. Any other
+    target passes."""
     start_of(target)
     config, depth = target.config, layers_of(target.config)
     if depth > config.num_hidden_layers and not getattr(config, CACHED, None):
@@ -427,7 +432,7 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
         if ours > theirs:
             raise UserError(
                 f"{_size_settings(cfg)}: the draft has {ours / 1e6:.2f} M {what}, the target "
-                f"{theirs / 1e6:.2f} M: a draft must be the smaller model"
+                f"{theirs / 1e6:.2f} M: a draft must not be larger: make the draft smaller"
             )
     return draft
 
@@ -457,10 +462,13 @@ def _size_settings(cfg: TrainConfig) -> str:
 
 
 def same_tokenizer(path: str, tokenizer: Tokenizer, own: Tokenizer) -> None:
-    """Raise UserError if a draft's token ids are not the target's. path: the draft's, for the message. own: the draft's
-    tokenizer."""
+    """Raise UserError if a draft's token ids are not the target's. path: the draft's folder or hub id, for the message.
+    tokenizer: the target's. own: the draft's."""
     if problems := tokenizer_problems(tokenizer, own):
-        raise UserError(f"draft.path={path}: a draft must use the target's token ids; {problems[0]}")
+        raise UserError(
+            f"draft.path={path}: a draft must use the target's token ids; {problems[0]}: name a draft of the target's "
+            "family"
+        )
 
 
 def refuse_datastore(where: str, draft: PreTrainedModel, tokenizer: Tokenizer) -> None:
@@ -543,7 +551,7 @@ def fill_prompt_tokens(
             key = "rollout.new_tokens" if after == cfg.rollout.new_tokens else "bench.new_tokens"
             raise UserError(
                 f"{key}={after}: the target's context has {longest_text(target.config)} tokens, and prompts need some "
-                "of them: lower it"
+                f"of them: lower {key}="
             )
         others = [texts for split, texts in sources.items() if split != "train"]
         cfg.rollout.prompt_tokens = prompt_tokens(sources.get("train"), room, others)
@@ -551,7 +559,8 @@ def fill_prompt_tokens(
 
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
-    """Return one line for each of the first `SHOWN` prompts, as the target reads them, special tokens included."""
+    """Return one line for each of the first `SHOWN` training prompts, as the target reads them, special tokens
+    included."""
     lines = []
     for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
         text = str(tokenizer.decode(ids))
@@ -632,7 +641,10 @@ def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
         return
     known, shares = domains(cfg, target, sources, "train"), shares_of(cfg)
     if unknown := sorted(set(cfg.data.shares) - known):
-        raise UserError(f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}")
+        raise UserError(
+            f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}: set "
+            "data.shares= for these alone"
+        )
     each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
     if all(shares.get(domain, 1.0) * each < 1 for domain in known):
         raise UserError(
@@ -655,8 +667,8 @@ def _lengths(cfg: TrainConfig, target: PreTrainedModel, draft: PreTrainedModel) 
 
 
 def timed(size: Bench) -> int:
-    """Return how many tokens a measurement needs after a prompt: the tokens of its texts, or of the texts on which
-    costs are timed."""
+    """Return how many tokens a measurement needs after a prompt: the larger of bench.new_tokens and the tokens of the
+    texts on which costs are timed."""
     return max(size.new_tokens, size.new_tokens // 2 + max(*size.depths, *SPANS, size.trees) + 1)
 
 
@@ -666,15 +678,16 @@ def timed_by(size: Bench) -> str:
 
 
 def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | None = None) -> None:
-    """Raise UserError if a prompt of `prompt` tokens with `new` more tokens exceeds `room`, the context in tokens.
+    """Raise UserError if a prompt of `prompt` tokens, followed by `new` tokens, exceeds `room`, the context in tokens.
 
-    key, other: the settings that give `prompt` and `new`. start: for an encoder-decoder, the first ids of the decoder's
-    texts. The encoder input (`prompt` tokens) and the decoder's text (`start` plus `new` tokens) must then each fit.
+    key, other: the settings that give `prompt` and `new`, for the message. start: for an encoder-decoder, the first ids
+    of the decoder's texts. The encoder input (`prompt` tokens) and the decoder's text (`start` plus `new` tokens) must
+    then each fit.
     """
     if start is not None:
         for name, size in ((key, prompt), (other, len(start) + new)):
             if size > room:
-                raise UserError(f"{name}: {size} tokens exceed the context of {room} tokens: lower it")
+                raise UserError(f"{name}: {size} tokens exceed the context of {room} tokens: lower {name}=")
     elif prompt + new > room:
         raise UserError(
             f"{key}, {other}: prompts of {prompt} tokens and {new} new tokens exceed {room} tokens, the longest text "
@@ -686,7 +699,7 @@ def fits(key: str, prompt: int, other: str, new: int, room: int, start: Start | 
 
 
 def refuse_packed(job: Job, student: Student) -> None:
-    """Raise ValueError if target or draft would read texts that are packed into one block as a single text."""
+    """Raise ValueError if target or draft would read several texts that are packed into one block as a single text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
     apart = keeps_apart(job.target, halves(job.target)[0])
@@ -699,11 +712,11 @@ def refuse_packed(job: Job, student: Student) -> None:
 
 
 def refuse_losses(cfg: TrainConfig) -> None:
-    """Raise ValueError if draft.temperatures= has a temperature at which no training text is sampled."""
+    """Raise ValueError if no training text is sampled at a temperature in draft.temperatures=."""
     if missing := [t for t in cfg.draft.temperatures or () if t not in learnt(cfg)]:
         raise ValueError(
-            f"draft.temperatures: no training text has temperature {missing[0]:g}: set "
-            "rollout.train_temperatures=[], or add the temperature to it"
+            f"draft.temperatures: temperature {missing[0]:g} is not in rollout.train_temperatures={learnt(cfg)}: add "
+            "it there, or set rollout.train_temperatures=[] to train at all of draft.temperatures"
         )
 
 

@@ -45,7 +45,7 @@ COUNTED = 32  # rows of the passes that are not timed: those for the taus of the
 
 @dataclass(frozen=True)
 class Need:
-    """The needs of a run. target, draft: parameters. memory, disk: bytes."""
+    """The needs of a run. target, draft: numbers of parameters. memory, disk: bytes."""
 
     target: int
     draft: int
@@ -75,11 +75,13 @@ class MachineSpeed:
     bandwidth: float
 
     def work(self, parameters: float, tokens: float) -> float:
-        """Return the seconds of passes over `tokens` tokens in all, many in each pass."""
+        """Return the seconds of passes with many tokens each, limited by matrix products. parameters: active ones of
+        the model. tokens: in all passes together."""
         return 2.0 * parameters * tokens / (self.flops * REACHED)
 
     def step(self, parameters: float, rows: int, bytes_each: float) -> float:
-        """Return the seconds of a pass over one token per row. bytes_each: bytes per parameter."""
+        """Return the seconds of one pass over one token per row. parameters: active ones of the model. rows: the batch
+        size. bytes_each: bytes per parameter."""
         return max(self.work(parameters, rows), parameters * bytes_each / self.bandwidth)
 
 
@@ -158,8 +160,9 @@ def _prompts(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
-    """Return the needs of a run. Sampling and training do not overlap, so the larger of the two counts. To certify, a
-    joint training has three targets in memory: the trained one, and the original and the moved one, loaded again."""
+    """Return the needs of a run: parameters, memory and disk. Sampling and training do not overlap, so the larger of
+    the two counts. To certify, a joint training has three targets in memory: the trained one, and the original and the
+    moved one, loaded again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
     tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
@@ -186,7 +189,8 @@ def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
 
 
 def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
-    """Return the most tokens of a text that the target samples, and of a user's text in corpus steps."""
+    """Return two lengths in tokens: the longest text that the target samples, and the longest text of the user: a
+    prompt with its completion, or a packed block."""
     sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
     given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
     return sampled, given
@@ -200,8 +204,8 @@ def _longest(cfg: TrainConfig, known: RunOutline) -> int:
 
 
 def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig) -> float:
-    """Return the bytes of keys and values, including waiting prompts', while texts are sampled or while a checkpoint is
-    timed, whichever is larger."""
+    """Return the bytes of keys and values of target and draft, including those of waiting prompts, while texts are
+    sampled or while a checkpoint is timed, whichever is larger."""
     dtype = torch.float32 if device() == "cpu" else half(device())  # see `inference.models.llama.shape_of`
     shapes = [(ask.rows, ask.prompt_tokens + ask.new_tokens) for ask in (cfg.rollout, cfg.bench)]
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
@@ -237,7 +241,7 @@ def _existing(path: Path) -> Path:
 
 
 def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
-    """Return how long each phase of a run takes, if no texts of an earlier run can be used again."""
+    """Return the seconds of each phase of a run, if no texts of an earlier run can be used again."""
     machine = machine_speed()
     big, small = size_of(known.target).active, size_of(known.draft).active
     ask, size, each = cfg.rollout, cfg.bench, float(half(device()).itemsize)
@@ -263,8 +267,8 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
-    """Return the seconds of all training steps. big, small: active parameters of target and draft. In a joint step both
-    targets read the texts, and gradients pass through the moved one."""
+    """Return the seconds of all training steps. machine: this machine's speed. big, small: active parameters of target
+    and draft. In a joint step both targets read the texts, and gradients pass through the moved one."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
     sampled, given = _texts(cfg, known)
     alone = 0.0

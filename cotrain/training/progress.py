@@ -26,7 +26,7 @@ class Progress:
     """The progress of a training, which ends after its steps or its minutes, whichever comes first. The learning-rate
     schedule ends with it.
 
-    steps: number of steps. limit: trainer.minutes, or None.
+    steps: number of steps. limit: the minutes trainer.minutes=, or None.
     elapsed: seconds of training so far, without sampling, validations and measurements; saved in checkpoints.
     texts: number of held-out texts per temperature in an evaluation; None: all, or not known yet.
     deadline: the run's time limit.
@@ -40,8 +40,8 @@ class Progress:
 
     @property
     def minutes(self) -> float | None:
-        """Return the training's time limit in minutes: its own, or what the run leaves for it if that is less. None: no
-        limit."""
+        """Return the training's time limit in minutes: trainer.minutes=, or the minutes that minutes= leaves for
+        training, whichever is less. None: no limit."""
         least = min(self.limit or inf, self.deadline.left)
         return None if least == inf else least
 
@@ -57,7 +57,7 @@ class Progress:
 
     def resume(self, state: dict[str, Any]) -> None:
         """Continue from the values that a checkpoint stored. If minutes= has been raised since, training gets the
-        difference."""
+        difference. state: the result of `state` at that time."""
         self.elapsed, self.texts = state["elapsed"], state.get("texts")
         if self.deadline.minutes and state["whole"]:
             self.deadline.left = state["left"] + self.deadline.minutes - state["whole"]
@@ -93,7 +93,8 @@ class Clock(Callback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop counting the time until the block ends. For callbacks that come after this one."""
+        """Do not count the time of the `with` block as training. Only for callbacks that stand after the `Clock` in the
+        trainer's list, since for them the `Clock` has already counted the step."""
         yield
         self.since = time.monotonic()
 
@@ -104,7 +105,7 @@ class Clock(Callback):
         self.progress.resume(state_dict)
 
     def _agree(self, trainer: lightning.Trainer) -> None:
-        """Set the same elapsed time in all processes, since all must end at the same step."""
+        """Set the elapsed time of all processes to its mean over processes, since all must end at the same step."""
         if trainer.world_size > 1:
             mine = torch.tensor(self.progress.elapsed, device=trainer.strategy.root_device)
             self.progress.elapsed = float(trainer.strategy.reduce(mine, reduce_op="mean"))

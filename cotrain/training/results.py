@@ -32,8 +32,9 @@ from inference.report import replay
 
 
 def keep_figures(job: Job, steps: int, figures: dict[str, Any]) -> None:
-    """Write the file that `cotrain compare` reads. steps: the last step, which is below trainer.steps if patience or a
-    time limit ended the training. figures: tau, and the figures of each held-out text."""
+    """Write the file that `cotrain compare` reads to the run's folder. steps: the last step, which is below
+    trainer.steps if patience or a time limit ended the training. figures: tau, and the figures of each held-out text,
+    as entries of the file."""
     cfg = job.cfg
     label = cfg.label or (loss_name(cfg.loss) if cfg.draft.trained else cfg.draft.kind)
     figures = {"label": label, "seed": cfg.trainer.seed, "steps": steps, **figures, "environment": environment()}
@@ -49,8 +50,8 @@ def export(
 ) -> dict[str, Any]:
     """Measure the module's draft, write its draft folder, and return its report.
 
-    steps: the last step of the training. speed: the checkpoints. others: texts of the user that the target did not
-    sample, and their provenance, from `foreign`; None if there are none.
+    steps: the last step of the training. speed: the measured checkpoints, whose figures the report includes. others:
+    texts of the user that the target did not sample, and the evidence for this, from `foreign`; None if there are none.
     """
     profiles, origin, given = module.profiles(), training(job, module, steps), None
     print("\n".join(profile.profile_line(t, one) for t, one in profiles.items()))
@@ -75,7 +76,8 @@ def export(
 
 
 def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
-    """Return the settings and the length of a training, as the draft folder and its report store them."""
+    """Return the settings and the length of a training, as the draft folder and its report store them. steps: the last
+    step of the training."""
     cfg, progress, known = job.cfg, module.progress, module.student.known
     assert progress is not None
     pruned = (
@@ -175,9 +177,10 @@ def _write_draft(
 
 
 def unseen_prompts(job: Job) -> str:
-    """Return rows of JSON to store in the draft folder: the final split of the prompts that the target sampled
-    (data=self), without prompts that other splits share, see `Job.prompts`. Return "" for prompts from other sources,
-    and if fewer than two rows remain, since a measurement needs one to rank drafts and one to time."""
+    """Return prompts to store in the draft folder, one JSON row per line: the final split of the prompts that the
+    target sampled (data=self), without prompts that share a prefix with a prompt of another split. Return "" for
+    prompts from other sources, and if fewer than two rows remain, since a measurement needs one to rank drafts and one
+    to time."""
     if job.sampled_prompts is None:
         return ""
     rows = [json.loads(line) for line in job.sampled_prompts.splitlines()]

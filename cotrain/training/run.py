@@ -48,13 +48,14 @@ def train(
     weights of the last step are exported, and in all processes except the first.
 
     cfg: settings that `preconditions.require` has accepted.
+    deadline: the run's time limit.
     sources: split -> the user's texts, if they have been read.
 
-    The other arguments are for the stages of `joint`: texts: a function (target, tokenizer) -> training texts, if
-    another target sampled them.
-    prompts: the rows of data.path=, if another target sampled them for data=self.
+    The other arguments are for the stages of a joint training:
+    texts: a function (target, tokenizer) -> training texts, if another target sampled them; None otherwise.
+    prompts: the rows of data.path=, if another target sampled them for data=self; None otherwise.
     build: returns the module that trains the student; called like `trained_by`.
-    write: writes the results; called like `finish`, which is the default.
+    write: writes the results and returns the report; called like `finish`, the default.
 
     Raises Interrupted when a signal ends the run; the same command resumes it.
     """
@@ -102,8 +103,9 @@ def finish(
 ) -> dict[str, Any]:
     """Write the figures of the last step, and the draft folder. Return the report, or {} if `speed` is None.
 
-    steps: the last step. speed: the checkpoints, of which the best is measured and exported; None: the weights of the
-    last step are exported without a measurement. given: texts of the user, from `foreign`.
+    steps: the last step. speed: the checkpoints; the one with the highest tau is measured and exported. None: the
+    weights of the last step are exported without a measurement. given: texts of the user that the target did not
+    sample, from `foreign`; None if there are none.
     """
     tau, report = ranking_tau(job, module), dict[str, Any]()
     texts = comparison.per_text(module.scores(), module.held_out)
@@ -139,7 +141,8 @@ def target_prompts(
     cfg: TrainConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, deadline: Deadline
 ) -> tuple[str, dict[str, Source]]:
     """Let the target sample the prompts for data=self into `folder`, and set data.path in `cfg`, in place, to their
-    file. Return the content of the file (one JSON row per line), and the prompts, keyed by split."""
+    file. Return the content of the file (one JSON row per line), and the prompts, keyed by split. tokenizer: the
+    target's. deadline: the run's time limit."""
     timed = cfg.bench.prompts * cfg.measure
     file = sample_prompts(cfg, target, tokenizer, folder, timed, deadline.seconds(PROMPTS))
     rows = file.read_text(encoding="utf-8")  # another run may replace the file of a shared folder
@@ -160,14 +163,15 @@ def ranking(job: Job, module: Distillation) -> MeasureSpeed:
 
 
 def ranking_tau(job: Job, module: Distillation) -> Callable[[], float]:
-    """Return a function that returns tau by the module's latest scores, for the draft length and the rule in the
-    settings."""
+    """Return a function that returns tau by the module's latest scores on the held-out texts, at the draft length, way
+    of drafting and verification rule of the settings."""
     return partial(module.tau, job.cfg.policy.k or DEPTHS, objective(job.cfg.objective), job.cfg.verify)
 
 
 def choose_best(job: Job, module: Distillation, speed: MeasureSpeed) -> None:
-    """Load the weights of the checkpoint to export into the module's draft, in place. They are quantised if the draft
-    is served so. Raises UserError, which names the checkpoint, if it cannot be read."""
+    """Load the weights of the checkpoint with the highest tau into the module's draft, in place. They are quantised if
+    the draft is served so. speed: has the checkpoints. Raises UserError, which names the checkpoint, if it cannot be
+    read."""
     chosen = speed.best()
     print(f"measuring the checkpoint of the highest tau (step {chosen.step}) on prompts that did not rank checkpoints")
     if chosen.step < job.cfg.trainer.steps or job.cfg.draft.quantisation != "none":

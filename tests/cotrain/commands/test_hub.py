@@ -123,7 +123,7 @@ def test_offline_machines_are_told_why(
     assert export(place, tmp_path / "out", "push_to_hub=me/draft") == 1
     assert (
         capsys.readouterr().err
-        == "cotrain export: push_to_hub=me/draft: HF_HUB_OFFLINE is set, so nothing is uploaded: unset it\n"
+        == "cotrain export: push_to_hub=me/draft: HF_HUB_OFFLINE is set, so nothing is uploaded: unset HF_HUB_OFFLINE\n"
     )
 
 

@@ -54,7 +54,7 @@ def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:
     cfg.rollout.train_temperatures = [0.3, 0.6]
     assert learnt(cfg) == [0.3, 0.6] and judged(cfg) == [0.3, 0.5, 0.6, 0.8]
     with pytest.raises(
-        ValueError, match=r"draft.temperatures: no training text has temperature 0: set rollout.train_temp.*=\[\], or"
+        ValueError, match=r"draft.temperatures: temperature 0 is not in rollout.train_temp.*=\[.*\]: add it there, or"
     ):
         preconditions.refuse_losses(cfg)
     cfg.rollout.train_temperatures, cfg.draft.temperatures = [], []

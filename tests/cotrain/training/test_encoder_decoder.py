@@ -87,7 +87,7 @@ class TestTexts:
         assert one != two and one == three
 
     def test_a_target_that_reads_sound_or_does_not_say_how_it_begins_is_refused(self) -> None:
-        with pytest.raises(ValueError, match=r"target.path: .* of Whisper.* reads features"):
+        with pytest.raises(ValueError, match=r"target.path: .* of Whisper.* reads audio or image features"):
             start_of(whisper())
         silent = t5()
         silent.generation_config.decoder_start_token_id = silent.config.decoder_start_token_id = None

@@ -49,7 +49,7 @@ MISTAKES = {
     "data.column=body": "data.column: ",
     "regime.temperature=-1": "regime.temperature=-1: it must be 0 (greedy) or at least",
     "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
-    "rollout.rounds=9": "rollout.rounds=9: set it from 1 to 2",
+    "rollout.rounds=9": "rollout.rounds=9: each round ends at a validation, and there are 2",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
     "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text to learn from, of 8 texts of a domain",
