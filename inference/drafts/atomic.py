@@ -33,8 +33,9 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path` when the `with` block ends without an exception. Raises what
-    `write_atomic` raises."""
+    """Yield a temporary file that becomes `path` when the `with` block ends without an exception. If the block or the
+    writing fails, the old file stays untouched and the exception is raised. If the disk is full, this is an OSError
+    that names `path`."""
     real = _real_path(path)
     new = _temporary(real, "new")
     try:

@@ -42,8 +42,9 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders with a causal LM or an encoder-decoder (see `Proposer.network_class`). It has
-    no instances: the networks that it makes are of transformers' own classes."""
+    """The network class of draft folders with a causal LM or an encoder-decoder (`Proposer.network_class`). It has no
+    instances: calling it, or `from_pretrained`, returns a network of transformers' own class. parts: the modules that
+    such networks may have in addition."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
@@ -112,7 +113,7 @@ def folder_of(path: str | Path) -> Path:
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """Return all tensors in the safetensors files of a folder or hub id, by name."""
+    """Return all tensors in the safetensors files of a folder or hub id, by name, on the CPU."""
     return {name: value for file in weight_files(folder_of(path)) for name, value in load_file(file).items()}
 
 

@@ -67,14 +67,13 @@ def hash_weights(path: str, adapter: str | None = None) -> str | None:
     """Return a hash of a target's weights, in hexadecimal, read from its files, or None if they cannot be read. It
     raises no error; loading the target reports what is wrong with the files.
 
-    path: as in `resolve`; for a hub id, the files in the hub's cache are read. adapter: the folder or hub id of a PEFT
-    adapter, whose weights are hashed too.
+    path: a folder, a hub id, a GGUF file, or the name of a bundled or packaged target; for a hub id, the files in the
+    hub's cache are read. adapter: the folder or hub id of a PEFT adapter, whose weights are hashed too.
 
     The hash covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of
     them, so it takes less than a second for any size. It depends on the dtype of the files, but not on how many files
     there are. Use it in commands that have not loaded the target. For a loaded target,
-    `cotrain.data.fingerprints.fingerprint` covers every value, quantised or adapted.
-    """
+    `cotrain.data.fingerprints.fingerprint` covers every value, quantised or adapted."""
     digest = hashlib.blake2b(digest_size=16)
     try:
         for files in [_weights(resolve(path))] + ([_weights(adapter)] if adapter else []):

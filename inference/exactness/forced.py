@@ -33,10 +33,10 @@ from inference.verify.tree import depths_of, ranks_of
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
 
-    Draft lengths follow from the engine's policy and `max_new_tokens`. Each token costs a target pass over k + 1 ids,
-    or over a tree. The engine's slots are overwritten, so a stream of the engine cannot continue. max_new_tokens: limit
-    of the run. noise: the largest change of a gap between two scores that rounding causes, see `ties.compare_passes`.
-    """
+    texts: what the engine emitted. sampling: the settings of that run. max_new_tokens: its limit. Draft lengths follow
+    from the engine's policy and this limit. noise: the largest change, by rounding, of the gap between two scores; it
+    decides which tokens count as near a tie. Each token costs a target pass over k + 1 ids, or over a tree. The
+    engine's slots are overwritten, so a stream of the engine cannot continue."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
     rounds = [
@@ -77,7 +77,7 @@ def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
     """Yield forced rounds of as many texts as the engine has rows, beginning with text number `low`. There is one round
-    for each token of the longest text. noise: given to `ForcedRound.force` as `gap`."""
+    for each token of the longest text. noise: the largest gap between two scores that rounding could close."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -92,8 +92,8 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """Run one forced round of the active rows. tokens: all new tokens of each row's text. noise: given to
-    `ForcedRound.force` as `gap`. low: number of the first text."""
+    """Run one forced round of the active rows. tokens: all new tokens of each row's text. noise: the largest gap
+    between two scores that rounding could close. low: number of the first text."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -175,8 +175,8 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """Return the reach of all rounds as one tensor (B, T, D+1), see `Figures.reach`. Return None if no round has a
-    reach."""
+    """Return the reach of all rounds as one tensor (B, T, D+1): P(the round that starts at token t accepts at least n
+    nodes | the text). Return None if no round has a reach. rounds: for each batch of texts, its rounds in order."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -262,7 +262,7 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
 
 
 def levels_of(proposal: Proposal) -> list[int]:
-    """Return the number of levels of each row's tree."""
+    """Return the number of levels of each row's tree. Rows may draft fewer levels than the tree has."""
     assert proposal.tree is not None
     depths = (0, *depths_of(proposal.tree.shape))
     return [max(depths[: nodes + 1]) for nodes in proposal.k]

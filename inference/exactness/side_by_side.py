@@ -36,10 +36,9 @@ def pair_figures(
     engine: the engine that decoded the texts. proposer: its proposer. If the proposer has a `language_model`, both
     models run teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights
     rounded as when it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots.
-    max_new_tokens: limit of the run. noise: the largest change, by rounding, of the gap between two scores of the
-    target, see `ties.compare_passes`. rows: number of texts per pass; None for the engine's number of rows. Forced
-    rounds always use the engine's number.
-    """
+    sampling, max_new_tokens: the settings and the limit of the run. noise: the largest change, by rounding, of the gap
+    between two scores of the target. rows: number of texts per pass; None for the engine's number of rows. Forced
+    rounds always use the engine's number."""
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
     if q_lm is None:

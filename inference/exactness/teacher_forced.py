@@ -63,15 +63,14 @@ def teacher_forced(
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
     """Yield the logits that predict every token of `texts`, in blocks. texts: the new ids after each prompt. prompts:
-    ids, at least one each; for an encoder-decoder, texts from `Engine.starts`.
+    ids, at least one each; for an encoder-decoder, texts from `Engine.starts`. sampling: the settings of these texts.
 
     A model runs in its own dtype, `rows` texts at a time. An `LM` runs as many texts at a time as it has rows, and its
-    slots are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for
-    `block`), or passes over trees of the shape `tree`, in which the text follows one route after another. Settings that
-    read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary: number of ids whose logits
-    are returned, None for all. Each block has at most `block` tokens of each text in a batch, so that the logits of all
-    texts are never in memory at once.
-    """
+    slots are overwritten. All but the last id of each prompt are read first, as in the engine. Then come passes of
+    `width` ids (None for `block`), or passes over trees of the shape `tree`, in which the text follows one route after
+    another. Settings that read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary:
+    number of ids whose logits are returned, None for all. Each block has at most `block` tokens of each text in a
+    batch, so that the logits of all texts are never in memory at once."""
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
     passes = partial(_passes, width=width or block)
@@ -218,12 +217,11 @@ def whole_texts(
     sampling: Sampling,
     vocabulary: int,
 ) -> Iterator[TextLogits]:
-    """Yield the same values as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
-    code of the engine is used.
+    """Yield the logits that predict every token of `texts`, in blocks, from transformers' own forward of each whole
+    text. No cache and no code of the engine is used. The arguments are those of `teacher_forced`.
 
     Each block has one text. A long text gives several blocks, each from its own forward, so that a block has at most
-    CELLS logits.
-    """
+    CELLS logits."""
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
         n = max(1, CELLS // model.config.get_text_config().vocab_size)

@@ -222,12 +222,12 @@ def compare_text(
     tree: Parents | None = None,
 ) -> Compared:
     """Compare each token of `texts` with the choice of plain decoding after the same text. The result's noise is for
-    passes of `width` ids, or over trees, as in `compare_passes`.
+    passes of `width` ids, or over trees of the shape `tree`.
 
-    lm: the LM of the engine under test. noise_keys: (ids, seed) of the Gumbel noise, None for none. bound: as in
-    `compare_passes`. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
-    engine would fill the memory with them. tree: the parents of the tree, None for chains.
-    """
+    lm: the LM of the engine under test. prompts, texts: the ids of each prompt, and the new ids after it. noise_keys:
+    (ids, seed) of the Gumbel noise, None for none. bound: the largest gap that rounding may explain, in root mean
+    squares of the logits. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
+    engine would fill the memory with them. tree: the parents of the tree, None for chains."""
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
     for block, scores, g in _scored(lm, prompts, texts, sampling, size, 1, noise_keys):
@@ -242,7 +242,8 @@ def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
     """Return the differences of a block: positions at which plain decoding, the argmax of log p + g, chooses another
-    token than the text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
+    token than the text's. scores, g (A, n, V): scores and Gumbel noise. bound: the largest gap that rounding may
+    explain, in root mean squares of the logits."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -257,7 +258,8 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """Return the noise of an `LM`'s passes of `width` ids, as in `compare_passes`, without Gumbel noise."""
+    """Return the noise of an LM's passes of `width` ids: the largest change of the gap between a position's two best
+    logits, from passes of one id, over all tokens of `texts`. prompts: the ids before each text."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -309,11 +311,12 @@ def compare_passes(
 ) -> tuple[float, list[Difference]]:
     """Return the noise and the differences. The noise is the largest change of the gap between a position's two best
     scores, from passes of one id to passes of `width` ids, over all tokens of `texts`. If `others` are given, the
-    differences are the first difference between each text and the same text of `others`.
+    differences are the first difference between each text and the same text of `others`; otherwise there are none.
 
-    noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: `Difference.limit` in root mean squares of
-    the logits. If one text is a prefix of the other, there is no difference.
-    """
+    prompts: the ids before each text. vocabulary: number of ids that can be emitted. rows: number of texts per pass.
+    noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: the largest gap that rounding may explain
+    (`Difference.limit`), in root mean squares of the logits. If one text is a prefix of the other, there is no
+    difference."""
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
     wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)
@@ -329,7 +332,8 @@ def compare_passes(
 
 
 def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
-    """Return the Gumbel noise (A, n, V) for a block's tokens, or zeros if noise_keys is None."""
+    """Return the Gumbel noise (A, n, V) for a block's tokens, or zeros if noise_keys, the (ids, seed) of the noise, is
+    None."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
     ids, seed = noise_keys
@@ -343,7 +347,8 @@ def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
     """Compare each text with the same text of `others`. Return the first differences that lie in this block. scores, g
-    (A, n, V): the block's scores and Gumbel noise. bound: as in `compare_passes`."""
+    (A, n, V): the block's scores and Gumbel noise. bound: the largest gap that rounding may explain, in root mean
+    squares of the logits."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])
