@@ -171,7 +171,8 @@ class CallDecisions:
         best draft length if it does not (the proposer does not ask, or deciding does not pay).
 
         rows: indices of the active rows in the call. asks: whether the proposer asks after each draft whether to go on
-        (`Proposer.asks`)."""
+        (`Proposer.asks`).
+        """
         decision = self.policy.decision(len(rows)) if asks else None
         self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])

@@ -174,7 +174,8 @@ class Engine:
         arguments have the meaning that they have in `generate`, for this one prompt.
 
         Raises ValueError as `generate` does. Raises RuntimeError if a later call has taken the stream's slots or
-        proposer. Raises RequestError, after the events so far, if the row ends with an error."""
+        proposer. Raises RequestError, after the events so far, if the row ends with an error.
+        """
         call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(call):
             yield from events
@@ -199,7 +200,8 @@ class Engine:
         """Start a call, and return it; `rounds` then decodes it. The call takes over the slots, so an earlier call
         cannot continue. All arguments have the meaning that they have in `generate`.
 
-        Raises ValueError as `generate` does, and RuntimeError if a round of this engine is running."""
+        Raises ValueError as `generate` does, and RuntimeError if a round of this engine is running.
+        """
         if not is_whole(seed, -(2**63), 2**64):
             raise ValueError(f"seed must be a whole number from -2**63 to 2**64 - 1, not {seed!r}")
         with ALONE:
@@ -326,7 +328,8 @@ class Engine:
         keys and values are valid in the slot.
 
         round: the round that ends. proposal: its drafts. logits (A, N+1, V): of the target pass. result: the
-        verification's result. table: `result.table` as lists on the host."""
+        verification's result. table: `result.table` as lists on the host.
+        """
         events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):

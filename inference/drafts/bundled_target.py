@@ -28,7 +28,8 @@ def resolve(path: str, key: str = "target.path") -> str:
     path is returned unchanged. key: the setting that has the path, for messages.
 
     Raises FileNotFoundError if a bundled target is missing. Raises ValueError if a GGUF file is missing, cannot be read
-    or has another hash than its package, or if a package that it needs is not installed."""
+    or has another hash than its package, or if a package that it needs is not installed.
+    """
     if path not in BUNDLED:
         file = gguf_file(path, key)
         return path if file is None else str(dequantised(file, key))
@@ -49,7 +50,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
 
     key: the setting that has the path. what: names what the path should be, for the message. A valid name of a
     repository counts as a mistyped path if its first part is an existing folder, or if a similar path exists. If the
-    repository's config.json is in the hub's cache, the name does not count as mistyped."""
+    repository's config.json is in the hub's cache, the name does not count as mistyped.
+    """
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)

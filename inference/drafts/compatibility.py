@@ -73,7 +73,8 @@ def hash_weights(path: str, adapter: str | None = None) -> str | None:
     The hash covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of
     them, so it takes less than a second for any size. It depends on the dtype of the files, but not on how many files
     there are. Use it in commands that have not loaded the target. For a loaded target,
-    `cotrain.data.fingerprints.fingerprint` covers every value, quantised or adapted."""
+    `cotrain.data.fingerprints.fingerprint` covers every value, quantised or adapted.
+    """
     digest = hashlib.blake2b(digest_size=16)
     try:
         for files in [_weights(resolve(path))] + ([_weights(adapter)] if adapter else []):

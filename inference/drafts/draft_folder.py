@@ -209,7 +209,8 @@ class Metadata:
         adapter is removed. If the target's weights are not those that the draft was trained for, `origin` gets two
         keys: `learnt_from`, the old target's name, and `warning`, a sentence that says so. k: draft length of chains,
         in tokens; the tree is then removed. objective: "sampled" or "greedy", the acceptance that the draft was trained
-        for."""
+        for.
+        """
         merged = target and self.origin.get("adapter")
         origin = {**self.origin, "adapter": None} if merged else self.origin
         if target:
@@ -232,7 +233,8 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
     target's PEFT adapter, None for none.
 
     Also return None if the metadata have no hash of weights, if the target cannot be read, and if only one of draft and
-    target has an adapter (it may have been merged)."""
+    target has an adapter (it may have been merged).
+    """
     own = metadata.target.get("weights") if metadata else None
     if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
         return None
@@ -281,7 +283,8 @@ def save(
     whether a folder with files may be replaced. prompts: the contents of `prompts.jsonl`; "" to write no such file.
 
     Raises FileExistsError if the folder contains files and `replace` is off, and ValueError if weights are not finite
-    or if the tokenizer is not the target's."""
+    or if the tokenizer is not the target's.
+    """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
         if prompts:

@@ -49,7 +49,8 @@ def load_weights(
 
     dtype: the model's dtype; None for the dtype in the folder. trust_remote_code: whether code in the folder may run.
     network: the class of the model. Problems are tensors that are missing or not finite, wrong shapes, and wrong ids of
-    a pruned head. Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read."""
+    a pruned head. Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
+    """
     files = weight_files(path)
     with building(path, network):
         loaded: Any = network.from_pretrained(

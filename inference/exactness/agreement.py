@@ -39,7 +39,8 @@ class LogitsCheck:
     distance between the engine's passes of one id and transformers' own forward. many: the same root mean square for
     the engine's passes of several ids or over a tree. worst: largest distance at a single token. own: change of
     transformers' logits when embeddings change by one unit in the last place. limit: tolerance for `one` and `many`.
-    worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype."""
+    worst_limit: tolerance for `worst`. Both tolerances follow from `own` and the dtype.
+    """
 
     tokens: int
     one: float
@@ -75,7 +76,8 @@ def check_logits(
     lm: the LM of the engine under test; its slots are overwritten. prompts, texts: the ids of each prompt, and the new
     ids after it. width: ids per row of a verifying pass. tree: the parents of the tree that the engine drafts, None for
     chains. The passes run over as many texts as `lm` has rows, but at least three if there are so many. Up to four of
-    these texts are compared: a short text at all its tokens, a long one at a selection (`spread`)."""
+    these texts are compared: a short text at all its tokens, a long one at a selection (`spread`).
+    """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
     compared = sorted({round(i * (len(texts) - 1) / max(FEW - 1, 1)) for i in range(FEW)})

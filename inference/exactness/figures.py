@@ -92,7 +92,8 @@ class CallsCheck:
     acceptance, plus 1 for each of the `near` drafts. prefix, conditional: predicted acceptance by depth (`Expected`),
     None if it was not predicted. rare: number of rounds whose number of accepted drafts has a probability below RARE,
     given the text. rare_expected: the expected number of such rounds. A wrong residual or a wrong q changes `rare`
-    first."""
+    first.
+    """
 
     tokens: int
     measured: int
@@ -200,7 +201,8 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     draft at every token of these texts.
 
     Raises ValueError if the counts and the figures do not have the same number of rounds that drafted, since they then
-    come from different runs."""
+    come from different runs.
+    """
     at = started(figures, texts)
     rounds = int(at.sum())
     if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):

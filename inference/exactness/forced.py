@@ -36,7 +36,8 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
     texts: what the engine emitted. sampling: the settings of that run. max_new_tokens: its limit. Draft lengths follow
     from the engine's policy and this limit. noise: the largest change, by rounding, of the gap between two scores; it
     decides which tokens count as near a tie. Each token costs a target pass over k + 1 ids, or over a tree. The
-    engine's slots are overwritten, so a stream of the engine cannot continue."""
+    engine's slots are overwritten, so a stream of the engine cannot continue.
+    """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
     rounds = [

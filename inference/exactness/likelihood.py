@@ -33,7 +33,8 @@ class LikelihoodCheck:
     was drawn from p. z: surprise - entropy, in standard deviations of their sums. place_z: the sum over tokens of
     sum_{v<x} p_v + p_x / 2 - 1/2, in standard deviations; it is large if draws favour low or high ids. impossible:
     number of tokens whose probability under p is 0; the means omit them. Rounding causes a few of them, at a tie or at
-    the edge of top-k, top-p or min-p."""
+    the edge of top-k, top-p or min-p.
+    """
 
     tokens: int
     surprise: float

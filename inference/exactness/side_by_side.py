@@ -38,7 +38,8 @@ def pair_figures(
     rounded as when it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots.
     sampling, max_new_tokens: the settings and the limit of the run. noise: the largest change, by rounding, of the gap
     between two scores of the target. rows: number of texts per pass; None for the engine's number of rows. Forced
-    rounds always use the engine's number."""
+    rounds always use the engine's number.
+    """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
     if q_lm is None:

@@ -70,7 +70,8 @@ def teacher_forced(
     `width` ids (None for `block`), or passes over trees of the shape `tree`, in which the text follows one route after
     another. Settings that read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary:
     number of ids whose logits are returned, None for all. Each block has at most `block` tokens of each text in a
-    batch, so that the logits of all texts are never in memory at once."""
+    batch, so that the logits of all texts are never in memory at once.
+    """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
     passes = partial(_passes, width=width or block)
@@ -221,7 +222,8 @@ def whole_texts(
     text. No cache and no code of the engine is used. The arguments are those of `teacher_forced`.
 
     Each block has one text. A long text gives several blocks, each from its own forward, so that a block has at most
-    CELLS logits."""
+    CELLS logits.
+    """
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
         n = max(1, CELLS // model.config.get_text_config().vocab_size)

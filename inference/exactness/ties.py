@@ -227,7 +227,8 @@ def compare_text(
     lm: the LM of the engine under test. prompts, texts: the ids of each prompt, and the new ids after it. noise_keys:
     (ids, seed) of the Gumbel noise, None for none. bound: the largest gap that rounding may explain, in root mean
     squares of the logits. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
-    engine would fill the memory with them. tree: the parents of the tree, None for chains."""
+    engine would fill the memory with them. tree: the parents of the tree, None for chains.
+    """
     best, differences, tokens, limit = [], [], 0, 0.0
     size = width if tree is None else 1 + depth_of(tree)
     for block, scores, g in _scored(lm, prompts, texts, sampling, size, 1, noise_keys):
@@ -316,7 +317,8 @@ def compare_passes(
     prompts: the ids before each text. vocabulary: number of ids that can be emitted. rows: number of texts per pass.
     noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: the largest gap that rounding may explain
     (`Difference.limit`), in root mean squares of the logits. If one text is a prefix of the other, there is no
-    difference."""
+    difference.
+    """
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
     wide = teacher_forced(model, prompts, texts, sampling, width=width, **settings)

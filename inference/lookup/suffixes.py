@@ -141,7 +141,8 @@ class SuffixAutomaton:
         follow the occurrence, they are repeated up to k.
 
         In a text like "aaaa..." the occurrence may be an earlier one than the latest, since each new token updates the
-        latest ends of at most `CLIMB` states."""
+        latest ends of at most `CLIMB` states.
+        """
         if k < 1 or self.match < max(shortest, 1):
             return NONE
         drafts = self.text[self.end : self.end + k]

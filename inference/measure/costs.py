@@ -284,11 +284,11 @@ def measure_rounds(
     """Return the median round of each engine, by its key, from interleaved calls. The first call of each engine is not
     counted.
 
-    engines: by key, an engine and the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt
-    per row; the next call has other prompts, until all were used. A call ends before its first round that is not full
-    (see `_full_rounds`). The engines' policies are restored afterwards. until: time limit, in seconds of the clock;
-    each engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RequestError if a prompt
-    ends in an error.
+    engines: by key, an engine and the number of tokens (for trees: levels) that it drafts. prompts: token ids of each
+    prompt. Each call decodes one prompt per row; the next call has other prompts, until all were used. A call ends
+    before its first round in which some row has ended or cannot draft that many tokens. The engines' policies are
+    restored afterwards. until: time limit, in seconds of the clock; each engine runs at least `LEAST` times. Raises
+    ValueError without prompts or engines, and RequestError if a prompt ends in an error.
     """
     if not prompts or not engines:
         raise ValueError(
@@ -324,7 +324,7 @@ def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
 
 @contextmanager
 def drafting_by(engine: Engine, policy: Policy) -> Iterator[None]:
-    """Within the `with` block, replace the engine's policy."""
+    """Within the `with` block, let the engine draft by another policy. Afterwards restore its own."""
     own, engine.policy = engine.policy, policy
     try:
         yield
@@ -354,8 +354,9 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of `fit_line`. drafting: measured seconds of drafting, by draft length. For one length,
-    return the table's values, scaled; for none, the table's values."""
+    """Return (first, step) of the line seconds = first + k * step that fits the drafting best. drafting: measured
+    seconds of drafting, by draft length k. For one length, return the table's values, scaled to it; for none, the
+    table's values."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

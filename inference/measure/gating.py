@@ -23,8 +23,8 @@ def calibrate(
 ) -> Gate:
     """Return the gate between `retrieval` and the draft model of the engine `drafting`. sampling: the settings to be
     served. `drafting` must have the policy `Fixed`. Acceptance and seconds per round come from calls of `drafting`;
-    `plain`, an engine without a proposer, gives the seconds of a plain step. new_tokens: number of new tokens of each
-    prompt.
+    `plain`, an engine without a proposer, gives the seconds of a plain step. prompts: token ids of held-out prompts.
+    new_tokens: number of new tokens of each prompt.
 
     Raises ValueError without prompts, and for another policy or a draft length of 0.
     """

@@ -27,7 +27,8 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 
 def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Return the parents of trees of every size up to `most` nodes, grown within each of the depths."""
+    """Return the parents of trees of every size up to `most` nodes, grown within each of the depths (numbers of levels)
+    so that each added node saves the most expected calls. accept, lengths: see the module."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -198,7 +199,8 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
 
 
 def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Return the parents of every tree that has one more node than `tree`. children, depth: as in `every`."""
+    """Return the parents of every tree that has one more node than `tree`, with at most `children` children per node
+    and `depth` levels."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
     return [

@@ -34,8 +34,9 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 @dataclass
 class Window:
     """The part of the cache that one pass writes and reads. low, high: the pass has the rows [low, high). positions (A,
-    n): of the ids. start: the first position if all rows have the same one, else None. limit: the pass reads the slots
-    [0, limit). branches: the columns of a tree; None if each token's slot is its position."""
+    n): each id's position in its text (0-based). start: the first position if all rows have the same one, else None.
+    limit: the pass reads the slots [0, limit). branches: the columns of a tree; None if each token's slot is its
+    position."""
 
     low: int
     high: int
@@ -186,7 +187,8 @@ class SlotCache(Cache):
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move the accepted path of a tree in the rows [0, A), in every layer. Arguments as in `move_path`."""
+        """Move the accepted path of a tree in the rows [0, A) to the slots after its anchor, in every layer. start
+        (A,): the slots of the anchors. path (A, m): the accepted nodes of each row's tree, then -1."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 

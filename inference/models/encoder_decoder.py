@@ -137,7 +137,7 @@ class EncoderDecoder(Stock):
 
     def store_source(self, low: int, encoded: Encoded) -> None:
         """Compute the cross-attention keys and values from the encoder's states, and store them in rows low, low + 1,
-        ..."""
+        ... encoded: the states of as many sources, in the order of the rows."""
         parts = [cross_attention(self.model, layer)(encoded.states) for layer in decoder_layers(self.model)]
         self.cross.write(low, parts, encoded.lengths)
 

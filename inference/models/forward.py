@@ -31,8 +31,8 @@ def most_ids(window: Window) -> int:
 
 
 class Forward(Protocol):
-    """A way to run one pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale: see
-    `LM.scale`."""
+    """A way to run one pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale (rows,
+    D): factors of the states that the head reads, None for none."""
 
     scale: Tensor | None
 
@@ -47,7 +47,8 @@ class Forward(Protocol):
         """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move the accepted path of a tree. Arguments as in `cache.move_path`."""
+        """Move the keys and values of a tree's accepted path to the slots after its anchor. start (A,): the slots of
+        the anchors. path (A, m): the accepted nodes of each row's tree, then -1."""
 
     def head(self, states: Tensor) -> Tensor:
         """Return logits (..., V). states (..., D): after the final norm."""
@@ -132,7 +133,7 @@ class Stock:
 
 class Lean:
     """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether to round the
-    projections, see `llama.int8`."""
+    projections to 8 bits, with one scale per output."""
 
     scale: Tensor | None = None
 
@@ -231,8 +232,8 @@ def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """Return the fastest attention function for a mask, see `llama.states_of`. mask (A, 1, n, L): added to the scores;
-    None if every token sees all slots."""
+    """Return the attention function that is fastest for a mask: from queries (A, H, n, D) and keys and values (A, G, L,
+    D) to (A, n, H D). mask (A, 1, n, L): added to the scores; None if every token sees all slots."""
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -255,7 +256,8 @@ def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
     """Return a bool tensor (A, 1, n, limit): the slots that each token sees, up to its own position. width: if given,
-    only the last `width` of these. chunk: if given, only those in the same chunk of `chunk` positions."""
+    only the last `width` of these (a sliding window). chunk: if given, only those in the same chunk of `chunk`
+    positions."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -263,8 +265,9 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """Return a bool tensor (A, 1, n, L): the slots that tokens at positions (A, n) see. slots, (L,) or (A, 1, L): the
-    position of the token in each slot. width, chunk: as in `visible`."""
+    """Return a bool tensor (A, 1, n, L): the slots that tokens at positions (A, n) see, up to their own position.
+    slots, (L,) or (A, 1, L): the position of the token in each slot. width: if given, only the last `width` positions.
+    chunk: if given, only positions in the same chunk of `chunk` positions."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -278,7 +281,8 @@ def seen_on_paths(
 ) -> Tensor:
     """Return a bool tensor (A, 1, n, L): the slots that the nodes of a tree see, which are the text up to the anchor
     (the text's last token), their ancestors and themselves. positions (A, n): of the nodes. slots (L,): the numbers of
-    the slots. width, chunk: as in `visible`, counted in positions along a node's path, not in slots."""
+    the slots. width, chunk: if given, only the last `width` positions or those in the same chunk, counted along a
+    node's path, not in slots; they have an effect only if `branches.depths` is given."""
     column = _columns(slots, branches)
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
@@ -287,8 +291,8 @@ def seen_on_paths(
 
 
 def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the positions (A, 1, L) of the tokens in slots (L,), for a pass over a tree. `branches.depths` must be
-    known."""
+    """Return the positions (A, 1, L) of the tokens in slots (L,), for a pass over a tree. slots: the numbers of the
+    slots. `branches.depths` must not be None."""
     assert branches.depths is not None
     column = _columns(slots, branches)
     depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))

@@ -77,8 +77,9 @@ def remove_markov_head(network: PreTrainedModel) -> bool:
 
 
 def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], Tensor]:
-    """Return a function from the Markov head's terms (..., Vd) to terms (..., vocabulary). Ids that the draft's
-    vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give them no mass."""
+    """Return a function from the Markov head's terms (..., Vd) to terms (..., vocabulary) by id of the target. Ids
+    outside a pruned vocabulary get -inf. Ids from the LM's vocabulary size on get 0, since the LM's logits give them no
+    mass."""
     size = network.config.get_text_config().vocab_size
     known = getattr(network.get_output_embeddings(), "known", None)
     every = (lambda logits: logits) if known is None else partial(spread_logits, known=known, size=size)

@@ -286,9 +286,9 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
 @contextmanager
 def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
     """Yield a dictionary. A pass of the model or of its body, within the `with` block, puts the states (A, n, D) of
-    `layers` into it, by layer.
+    `layers` into it, by layer (0: the embeddings, i: after i decoder layers, `LAST`: the input of the head).
 
-    Raises ValueError if the model's layers are not known, see `decoder_layers`.
+    Raises ValueError if the model's decoder layers cannot be identified.
     """
     states: dict[int, Tensor] = {}
 

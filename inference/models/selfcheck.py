@@ -273,7 +273,7 @@ class Probe:
 
     def _late(self, make: Make) -> CheckResult:
         """Compare the logits at the end of a longer row: angles, masks and caches may be wrong past some position.
-        make: as in `logits`."""
+        make: returns the forward under test for a cache."""
         T = min(LATE, self.context)
         size = self.model.config.get_text_config().vocab_size
         count = torch.arange(T, device=self.ids.device)[None]
@@ -393,7 +393,8 @@ class Probe:
         return rows
 
     def states(self, make: Make) -> CheckResult:
-        """Compare the states of all layers with the states of the model's own forward. make: as in `logits`."""
+        """Compare the states of all layers with the states of the model's own forward. make: returns the forward under
+        test for a cache."""
         count = layers_of(self.model.config)
         layers = (*range(count + 1), LAST)
 
@@ -416,8 +417,8 @@ class Probe:
         return self._compared(ours, whole, own, "states", parts=len(layers))
 
     def trees(self, make: Make) -> CheckResult:
-        """Compare the logits after each node of a tree with the logits after that node's path alone. make: as in
-        `logits`."""
+        """Compare the logits after each node of a tree with the logits after that node's path alone. make: returns the
+        forward under test for a cache."""
         if biased_by_slots(self.model.config):
             return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
         parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
@@ -447,7 +448,8 @@ class Probe:
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
         """Return the model's own logits (N, V) for each of the two rows: after each node, with the node's path as a
-        text. ancestors (N, N): see `Tree.ancestors`. nodes (2, N): the nodes' ids."""
+        text. ancestors (N, N), bool: entry (i, j) is whether node j is node i or an ancestor of node i. nodes (2, N):
+        the nodes' ids."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]

@@ -42,8 +42,9 @@ TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's
 
 
 def by_round(round: Any, greedy: bool) -> Choose:
-    """Return a function that draws each draft from the round's distributions (see `Choose`). greedy: whether it takes
-    the likeliest token instead, with a one-hot distribution."""
+    """Return a function that maps logits (A, V) and the earlier drafts to the next drafts (A,) and their distributions
+    (A, V), by the round's settings. greedy: whether it takes the likeliest token instead, with a one-hot distribution.
+    """
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = round.probs(logits, drafts)
@@ -100,8 +101,9 @@ def one_by_one(
     """Return a chain of up to K drafts, (A, K), made one after the other, and the distributions (A, K, V) that they
     were drawn from.
 
-    logits (A, V): after the texts. follow: returns the logits after a draft. choose: makes a draft from logits.
-    goes_on: see `Round.goes_on`; drafting ends when it returns False.
+    logits (A, V): after the texts. follow: maps the last drafts (A, 1) and their `Nodes` to the logits (A, 1, V) after
+    them. choose: maps logits (A, V) and the earlier drafts to the next drafts (A,) and their distributions (A, V).
+    goes_on: returns whether to draft another token after a depth (0-based); drafting ends when it returns False.
     """
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
@@ -116,8 +118,8 @@ def one_by_one(
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """For drafts of one pass, return the logits (A, V) of the first drafts, and the `Follow` that gives the logits of
-    later ones.
+    """For drafts of one pass, return the logits (A, V) of the first drafts, and the function that returns the logits
+    (A, n, V) of later ones, from the drafts (A, n) before them and their `Nodes`.
 
     logits (A, K, V): of the pass; column j is for all drafts at depth j (0-based). anchor (A,): the texts' last tokens.
     term: returns what the preceding token adds to a draft's logits; None if it adds nothing.
@@ -183,7 +185,7 @@ class Step(nn.Module):
         ids, positions (A, n). cos, sin (S, D): angles of all positions, D the width of a head. slots (L,): 0 to L - 1,
         the slots to read. keys, values: for each layer, (rows, G, S, D), G heads of keys and values. anchor, nodes,
         seen: the fields anchor, slots and seen of a tree's `Branches`; None for no tree. scale (rows, W): factors of
-        the states that the head reads, see `LM`.
+        the states that the head reads, None for none.
         """
         A, L = ids.shape[0], slots.shape[0]
         written, visible = positions, None
@@ -260,8 +262,8 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed. ids (A, n).
-        only: as in `Step.forward`."""
+        """Return the results of a `Step` with these layers and head, or None if the pass is neither recorded nor
+        compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -287,9 +289,14 @@ class Replayed(Lean):
         greedy: bool,
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
-        """Return all K drafts of a round and their distributions, or None if they are not replayed. window.limit:
-        number of slots of the longest text and its drafts. fit: converts the model's logits to the round's vocabulary.
-        Other arguments as in `LM.drafts`."""
+        """Return all K drafts of a round (A, K) and their distributions (A, K, V), or None if they cannot be made in
+        one recorded or compiled call.
+
+        round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
+        of the model, a function of tensors. given: inputs of `run`, by name. ids (A, n): what the first pass reads.
+        window.limit: number of slots of the longest text and its drafts. greedy: whether `run` drafts the likeliest
+        tokens. fit: converts the model's logits to the round's vocabulary.
+        """
         if not self._fits(ids, window):
             return None
 
