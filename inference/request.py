@@ -162,8 +162,14 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """Return one request per prompt. limits: the value of max_new_tokens. Other arguments and errors as in
-        `Engine.generate`."""
+        """Return one request per prompt. limits: the largest number of new tokens, one value or one per prompt;
+        shortened to the target's context. sampling: one setting, or one per prompt. ids: for each prompt, the key of
+        its random numbers; None for hashes of the prompts. ignore_eos: whether the target's end tokens do not end a
+        row.
+
+        Raises ValueError if a prompt has another type, is empty or fills the context; if ids in a prompt or in the
+        settings lie outside the vocabulary; or if a list does not have one entry per prompt.
+        """
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -392,7 +398,9 @@ def single(prompt: Any) -> list[Any]:
 
 
 def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
-    """Return the rows of ids of a tokenizer's output, without the ids that its attention_mask excludes."""
+    """Return the rows of ids of a tokenizer's output, without the ids that its attention_mask excludes. who: names the
+    prompts in errors. Raises ValueError if there are no input_ids, if several rows of a tensor have no attention_mask,
+    or if its shape differs."""
     if "input_ids" not in encoding:
         raise ValueError(f"{who}: a dict needs input_ids, as a tokenizer returns; this one has {sorted(encoding)}")
     rows = _rows(encoding["input_ids"])
@@ -416,7 +424,8 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 
 def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: one dict per row, of its
-    `input_ids` or `input_features`, and its `decoder_input_ids` if there are any."""
+    `input_ids` or `input_features`, and its `decoder_input_ids` if there are any. who: names the prompts in errors.
+    Raises ValueError for features that are no numbers, and if the numbers of rows differ."""
     if encoding.get("input_features") is not None:
         try:
             features = torch.as_tensor(encoding["input_features"])

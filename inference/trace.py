@@ -20,7 +20,8 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 class RoundRecorder(Protocol):
-    """Hooks that an engine calls while it decodes, see `Engine(record=)`. The hooks must not change their arguments."""
+    """Hooks that an engine calls while it decodes, if it was made with `Engine(record=)`. The hooks must not change
+    their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
         """Begin a call with these rows. rule: the name of the verification rule."""
@@ -32,7 +33,8 @@ class RoundRecorder(Protocol):
         active in it.
 
         starts: for each row, the number of tokens that it had emitted before the round. proposal: the drafts. table:
-        the table of `verification.RoundResult`, as lists on the host; its last columns are those of `trace`.
+        the table of `verification.RoundResult`, one line per row, as lists on the host; its last columns have p, q and
+        u of each draft (`trace`).
         """
 
 
@@ -78,7 +80,9 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """Return the rows of a round, one `TracedRow` per active row. Arguments as in `RoundRecorder.note`."""
+    """Return the rows of a round, one `TracedRow` per active row. starts: for each row, the number of tokens that it
+    had emitted before the round. proposal: the drafts. table: one line per row, as lists on the host, with the columns
+    of `trace` at the end."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]

@@ -42,8 +42,9 @@ def verify(
     """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, compiled, or
     directly.
 
-    logits (A, N+1, V): the target's, after each row's anchor (the last token of its text) and after each draft. asked
-    (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to the table.
+    logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
+    after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
+    the table.
     """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
@@ -59,7 +60,12 @@ def verify(
 def verified(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Return what `verify` returns, computed by tensor operations only. Arguments as in `verify`."""
+    """Verify the drafts of a round by tensor operations only, and return the result.
+
+    logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
+    after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
+    the table.
+    """
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)

@@ -161,8 +161,8 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) 
     if sources:
         if int(mask.min()) == 0:
             raise ValueError(
-                "transformers' generate: the decoder prompts of one batch must have the same number of ids, but here they "
-                f"have {min(map(len, prompts))} to {width}; give decoder prompts of equal length"
+                "transformers' generate: the decoder prompts of one batch must have the same number of ids, but here "
+                f"they have {min(map(len, prompts))} to {width}; give decoder prompts of equal length"
             )
         inputs = padded_sources(model, sources)[1] | {"decoder_input_ids": ids}
         settings = settings | {"decoder_start_token_id": prompts[0][0]}

@@ -99,8 +99,9 @@ class Conditioned(Independent):
     """A proposer like `Independent`, but the states that the head reads are multiplied by the scale for the row's
     temperature.
 
-    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see the function
-    `conditioned`. greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale (the function
+    `conditioned` adds one). greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a
+    scale.
     """
 
     network_class: Any = ConditionedNetwork

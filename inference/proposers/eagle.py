@@ -268,8 +268,9 @@ class EagleNetwork(FeatureNetwork):
         """Return the decoder layer's output (A, n, H). After `norm`, `head` reads it. It also serves as the next pair's
         features if the target has none yet.
 
-        embedded, features (A, n, H): the two parts of each pair. cos, sin (A or 1, n, 1, D): angles of the pairs'
-        positions, see `angles`. attend: the attention function.
+        embedded, features (A, n, H): the two parts of each pair. cos, sin (A or 1, n, 1, D): of the rotary angles of
+        the pairs' positions. attend: the attention function, from queries, keys and values (A, n, heads, D) to (A, n,
+        heads D).
         """
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
@@ -323,8 +324,8 @@ class Gated(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x (A, n, heads, D) rotated by the angles of its positions. cos, sin (A or 1, n, 1, D): see
-    `FeatureNetwork.angles`."""
+    """Return x (A, n, heads, D) rotated by the angles of its positions. cos, sin (A or 1, n, 1, D): of these angles;
+    `sin` has the signs that `FeatureNetwork.angles` gives it."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -339,7 +340,7 @@ class PairSlots(NamedTuple):
     values: list[Tensor]
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A, n, 1, D) at positions (A, n), see `FeatureNetwork.angles`."""
+        """Return cos and sin (A, n, 1, D) of the rotary angles at positions (A, n)."""
         return self.cos[positions], self.sin[positions]
 
     def mask(self, window: Window) -> Tensor:
@@ -347,8 +348,8 @@ class PairSlots(NamedTuple):
         return additive(visible(window, window.positions.device), self.shape.held)
 
     def attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Return the attention function of a layer (0-based). mask (A, 1, n, limit): see `mask`. The function stores
-        new keys and values in the window's slots, then reads the slots up to the window's limit."""
+        """Return the attention function of a layer (0-based). The function stores new keys and values in the window's
+        slots, then reads the slots up to the window's limit. mask (A, 1, n, limit): added to the attention scores."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -384,9 +385,12 @@ class EagleDrafting(nn.Module):
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
-        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). given: the
-        tensors of `Eagle._given` and `Eagle._reads`. If the distributions depend only on a temperature, drafts are
-        drawn among the tokens of the draft's vocabulary."""
+        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). If the
+        distributions depend only on a temperature, drafts are drawn among the tokens of the draft's vocabulary.
+
+        given: tensors by name: the pairs that are not stored yet (`Eagle._given`), and the slots, angles, keys and
+        values that the passes read (`Eagle._reads`).
+        """
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
@@ -438,7 +442,8 @@ class Eagle(Proposer):
     tokens, with one-hot distributions. compile: whether rounds are compiled on a CPU, or recorded as CUDA graphs on a
     GPU; None to do as the target does. On a CPU, only chains whose distributions depend on a temperature alone are
     compiled. int8: whether the weights are rounded to 8 bits, if `llama.has_kernel` allows it; q is then the
-    distribution of the rounded network. shape: the trees to draft, as in `Independent`; None for chains.
+    distribution of the rounded network. shape: the tree to draft, as the parent of each node (-1 for the text); None
+    for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -468,8 +473,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """Return a proposer for a folder in the EAGLE-3 format. Raises what `load_draft` raises, and ValueError if the
-        network does not fit the target."""
+        """Return a proposer for a folder in the EAGLE-3 format. Raises FileNotFoundError if the folder does not exist,
+        and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
@@ -546,8 +551,9 @@ class Eagle(Proposer):
         return self.network.fc.weight.device
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Store every pair of each prompt except the last one. The last pair's features are kept for the first round.
-        low, prompts, states: as in `Proposer.stage`."""
+        """Store every pair of each prompt except the last one, in slots low, low + 1, ... The last pair's features are
+        kept for the first round. states: by layer, the target's states (A, n, H) at the prompts' tokens, column j for
+        token j."""
         A, features = len(prompts), self._features(states)
         width = features.shape[1]
         ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]

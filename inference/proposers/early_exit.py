@@ -137,8 +137,9 @@ class Changed(nn.Module):
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
     """Return an untrained exit after the first `layers` decoder layers. Its norm is a copy of the target's; the logits
-    come from the target's head. rank, depths: see `ExitConfig`. Raises ValueError for an encoder-decoder, and unless
-    layers is from 1 to the target's number of layers."""
+    come from the target's head. rank: rank of the change of each projection, 0 for no change. depths: number of drafts
+    per round in training. Raises ValueError for an encoder-decoder, and unless layers is from 1 to the target's number
+    of layers."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     refuse_encoder(target)
     if not 0 < layers <= len(blocks):
@@ -251,8 +252,9 @@ class EarlyExit(Independent):
     Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
     With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
-    changed layers, the text's from the target. target: the engine's model. `open` raises ValueError if the engine has
-    another model. greedy, compile, shape: as in `Independent`. Raises ValueError for an encoder-decoder.
+    changed layers, the text's from the target. network: the exit's weights. target: the engine's model. `open` raises
+    ValueError if the engine has another model. greedy, compile, shape: as in `Independent`. Raises ValueError for an
+    encoder-decoder.
     """
 
     network_class: Any = ExitNetwork
@@ -274,8 +276,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Return a proposer for a draft folder. Raises what `load_draft` raises, and ValueError if the network does not
-        fit the target."""
+        """Return a proposer for a draft folder. Raises FileNotFoundError if the folder does not exist, and ValueError
+        if its files or weights are damaged or if the network does not fit the target."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

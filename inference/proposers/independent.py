@@ -74,8 +74,9 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Return a proposer for a draft folder. Raises what `load_network` raises. Warns if the draft was trained for a
-        target of another shape."""
+        """Return a proposer for a draft folder. Warns if the draft was trained for a target of another shape. Raises
+        FileNotFoundError if the folder does not exist, and ValueError if its files or weights are damaged or if the
+        network or tokenizer does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -263,9 +264,9 @@ class Independent(Proposer):
 
 
 def chain_drafter(greedy: bool) -> Run:
-    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. The function's inputs are
-    `last` (A, n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last`
-    must be stored. greedy: whether to draft the likeliest tokens."""
+    """Return a function of tensors that drafts one token after the other, in one call (`LM.drafts`). The function's
+    inputs are `last` (A, n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids
+    before `last` must be stored. greedy: whether to draft the likeliest tokens."""
 
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
         last, ends = given["last"], given["ends"]

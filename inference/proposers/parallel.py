@@ -102,9 +102,9 @@ class Parallel(Independent):
 
 
 def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
-    """Return a function of tensors that drafts with one pass over mask tokens, see `LM.drafts`. The function's inputs
-    are `masked` (A, n), the ids that a slot lacks, then mask tokens; `begins` (A,), the position of the first id; and
-    `anchors` (A,), the column of the text's last token.
+    """Return a function of tensors that drafts with one pass over mask tokens, in one call (`LM.drafts`). The
+    function's inputs are `masked` (A, n), the ids that a slot lacks, then mask tokens; `begins` (A,), the position of
+    the first id; and `anchors` (A,), the column of the text's last token.
 
     greedy: whether to draft the likeliest tokens. term: the Markov head's function, or None. shape: the trees to draft,
     None for chains.

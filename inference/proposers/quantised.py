@@ -90,8 +90,9 @@ class Quantised(Independent):
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """Return a proposer with the `bits` of a config. Raises the class's ValueError, with `where` before its
-        message."""
+        """Return a proposer with the `bits` of a config. Raises ValueError, with `where` before its message, for
+        unknown bits and for a target whose weights are already quantised. arguments: the target and how it is served.
+        """
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:

@@ -48,7 +48,8 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
 
 def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distributions (..., V) under one setting, see `probs`. logits (..., V): in float32 or wider."""
+    """Return the distributions (..., V): the softmax of the logits after one setting's temperature, top-k, top-p and
+    min-p. Logits without a distribution give NaN. logits (..., V): in float32 or wider."""
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -73,7 +74,8 @@ def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | N
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return log softmax(logits / temperature), (..., V). Arguments as in `probs_at`."""
+    """Return log softmax(logits / temperature), (..., V). logits (..., V): in float32 or wider. temperature: above 0,
+    one number, or a tensor (A,) with one per entry of the first dimension."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 

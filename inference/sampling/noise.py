@@ -72,8 +72,12 @@ def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """Return the numbers of `uniform` for S streams, (S, B, D). One call takes no longer than a call for one stream.
-    Other arguments as in `uniform`."""
+    """Return uniforms (S, B, D) in [0, 1), float64, for S streams at once. Entry s equals `uniform` for streams[s]. One
+    call takes no longer than a call for one stream.
+
+    row (B,): ids of the rows. start (B,): number of tokens that the row had emitted when the round began. depth (D,):
+    depths or nodes of a tree (0-based). All are int64. streams: DRAFT, ACCEPT, RESIDUAL or others of this module.
+    """
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
@@ -144,8 +148,8 @@ def gumbel_states(seed: int, row: Tensor) -> Tensor:
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return the Gumbel noise (B, n, V) of `gumbel`. states (B,): the result of `gumbel_states` or `states_at`.
-    position (B, n)."""
+    """Return standard Gumbel noise (B, n, V), float64. states (B,): the hash's states after seed and row, from
+    `gumbel_states` or `states_at`. position (B, n): the last words of the key, int64: positions, or keys of nodes."""
     state = _absorb(states.unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
@@ -153,7 +157,8 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """Return the hash's states (B,) after seed and row, as `states_at` needs them. row (B,): ids of the rows."""
+    """Return the hash's states (B,) after seed and row, for the noise that draws children of trees (`states_at` adds
+    the start of the round). row (B,): ids of the rows."""
     return _start(seed, (CHILDREN,), row)[0]
 
 

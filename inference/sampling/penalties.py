@@ -48,8 +48,8 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Return logits (n, V) after the settings that read the text, for `sampling.probs`. This is the reference for
-    `Penalties`.
+    """Return logits (n, V) after the settings that read the text (penalties, biases, bans, minimum length, processors),
+    as `sampling.probs` needs them. It is slow, and the reference for `Penalties`.
 
     logits (n, V): each row is for a position of some text. histories: for each row, the ids before it, prompt included.
     new: for each row, how many of these ids were generated, drafts included. sampling: one setting, or one per row.
@@ -95,7 +95,8 @@ def _generated(ids: Tensor, new: int) -> Tensor:
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the steps that these settings need, in the order of the module. eos_ids: end tokens, see `process`."""
+    """Return the functions that apply the settings that are not neutral, in the order of the module. eos_ids: end
+    tokens; like `stop_ids` they get no mass before min_new_tokens."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -167,7 +168,7 @@ class Row(Protocol):
 
 
 class Penalties:
-    """The active rows' settings that read the text, except processors.
+    """The active rows' settings that read the text, except processors. rows: the active rows. vocabulary: V.
 
     Occurrences of generated ids are counted on the device; a round copies only the newest ids there. When rows come or
     go, a new `Penalties` is made, and its tables are copied to the device.
@@ -214,8 +215,8 @@ class Penalties:
 
     def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
         """Return logits (A, n, V), in float32 or wider, after these settings. Column i comes after the text and the
-        first `first + i` drafts of x (A, K). tails (A, L): the result of `tails`. emitted (A,): number of tokens that
-        were generated before the drafts."""
+        first `first + i` drafts of x (A, K). tails (A, L): each text's last L ids, padded with -1 on the left. emitted
+        (A,): number of tokens that were generated before the drafts."""
         out, n = wide(logits), logits.shape[1]
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
@@ -283,8 +284,9 @@ class Penalties:
         return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
-        """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): tails
-        and drafts. first: number of drafts before the first position. words (M, 2 + L): the result of `_words`."""
+        """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): each
+        text's last L ids, then its drafts. first: number of drafts before the first position. words (M, 2 + L): the
+        banned sequences (`_words`)."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
@@ -373,7 +375,8 @@ def apply_processors(
 
 def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
     """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
-    before the position. a: the row's index. messages: as in `apply_processors`. Return False if a processor raised."""
+    before the position. a: the row's index. Return False if a processor raised; its message is then added to `messages`
+    by the row's index, unless the row already has one, and every token gets -inf."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:

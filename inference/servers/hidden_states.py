@@ -46,8 +46,9 @@ def vllm_arguments(layers: Sequence[int], folder: Path, cpu: bool) -> list[str]:
 
 
 class StatesClient(Client):
-    """A client of a server that writes hidden states. layers: those that its files must have, in order. The arguments
-    and errors of `Client`."""
+    """A client of a server that writes hidden states. url: the server's root. layers: the layers whose states its files
+    must have, in order. arguments: `model`, `key` and `timeout`, as in `Client`. Raises ConnectionError if the server
+    does not answer, rejects a request, or answers in another form."""
 
     def __init__(self, url: str, layers: Sequence[int] = (), **arguments: Any) -> None:
         super().__init__(url, **arguments)
@@ -71,14 +72,16 @@ class StatesClient(Client):
         return read_states(path, ids, len(self.layers))
 
     def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """As of `Client`. The server writes states of sampled texts too, which are deleted."""
+        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. The
+        server writes states of sampled texts too; their file is deleted."""
         with suppress(ValueError):
             discard(Path(_path(answer)))
         return completion_in(answer)
 
     def prompt_logprobs(self, ids: list[int]) -> Tensor:
-        """Return the log-probabilities (n - 1,) that the server gives to the ids of a text after the first, in nats.
-        Raises ConnectionError as `Client` does."""
+        """Return the log-probabilities (n - 1,), in nats, that the server gives to the ids of a text after the first:
+        entry i is for ids[i + 1]. Raises ConnectionError if the server does not answer, rejects the request, or answers
+        in another form."""
         asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         return torch.tensor(self._read("/v1/completions", lambda answer: _logprobs(answer, ids), asked))
 

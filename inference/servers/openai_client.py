@@ -102,11 +102,13 @@ class Client:
         at_once: int = 8,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Return a completion of every prompt (text or token ids). seeds: one per prompt. at_once: the largest number
-        of requests at a time. ignore_eos: whether texts end only by length.
+        """Return a completion of every prompt (text or token ids), in order. max_new_tokens: the largest number of new
+        tokens of each. sampling: the settings of all prompts. seeds: one per prompt. at_once: the largest number of
+        requests at a time. ignore_eos: whether texts end only by length.
 
         Raises ValueError for sampling settings that this server applies differently or not at all, and if the server
-        ends a text before max_new_tokens. Raises ConnectionError as the class does.
+        ends a text before max_new_tokens. Raises ConnectionError if the server does not answer, rejects a request, or
+        answers in another form.
         """
         common = self._request(sampling, max_new_tokens, ignore_eos)
 
@@ -147,7 +149,8 @@ class Client:
 
     def _request(self, sampling: Sampling, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return the fields of a request, by name. Neutral values are sent too: for a missing field, the server would
-        use the model's generation config or a default of its own. Raises ValueError as `complete` does.
+        use the model's generation config or a default of its own. Raises ValueError for sampling settings that this
+        server applies differently or not at all.
 
         vLLM, SGLang and llama.cpp get their own fields. Any other server may reject fields that it does not know. It
         gets OpenAI's fields, the repetition penalty under both names, and the fields of `NOT_EVERYWHERE` only if they
@@ -192,7 +195,7 @@ class Client:
 
     def counted(self) -> Served | None:
         """Return the drafting counters since the server started, or None if the server has none. Raises ConnectionError
-        as the class does."""
+        if the server does not answer, or answers in another form."""
         try:
             return self._read("/metrics", counted_in)
         except ConnectionError as error:

@@ -37,7 +37,7 @@ def counters(llm: Any) -> list[int]:
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, see the module."""
+    """Continue the prompts of a request, and return the answer. The module lists the keys of both."""
     from vllm import SamplingParams
 
     length = request["max_new_tokens"]

@@ -86,9 +86,9 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return depths and seen, both (A, N + 1), see `Tree`. parents (A, N). The method is doubling: each step adds the
-    bits of a column's highest known ancestor to the column's bits, so the distance to the highest known ancestor
-    doubles."""
+    """Return, for each column of a tree's pass, its depth and the columns that it attends to (as bits of an int64),
+    both (A, N + 1). parents (A, N). The method is doubling: each step adds the bits of a column's highest known
+    ancestor to the column's bits, so the distance to the highest known ancestor doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -180,9 +180,9 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
     """Return the ids (A, n, m) of m children of each node, drawn without replacement, in the order of drawing them one
     by one.
 
-    probs (A, n, V): the draft's distributions q. g (A, n, V): Gumbel noise, see `noise.states_at`. The children are the
-    m largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
-    children have none, and the rules for trees never accept them.
+    probs (A, n, V): the draft's distributions q. g (A, n, V): standard Gumbel noise. The children are the m largest of
+    log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last children
+    have none, and the rules for trees never accept them.
     """
     return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
 
@@ -227,7 +227,9 @@ def tree(
     At a node with distributions p and q, the children are tried in order: child x is accepted if u < p(x) / q(x). A
     rejection changes p to norm(max(p - q, 0)), removes x from q and renormalises q. The token after the path is drawn
     from the last accepted node's p, as changed by its children's rejections. On a chain this is `chain.token`.
-    Arguments: see the module.
+
+    p (B, N+1, V), q (B, N, V) or None, x (B, N), u (B, N), k (B,) or None: as the module describes them. Raises
+    ValueError if x has another number of nodes than `parents`.
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=False)
@@ -259,8 +261,9 @@ def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor
     p + g) at its parent. The resulting distribution is one-hot at the first y that no child has. On a chain this is
     `chain.coupled`. The text equals the text of plain decoding with this noise.
 
-    g (B, N+1, V): Gumbel noise for the position after each column, equal for all nodes of one depth. Other arguments:
-    see the module.
+    p (B, N+1, V): after the anchor (column 0) and after node i (column i + 1). x (B, N): drafted ids. g (B, N+1, V):
+    Gumbel noise for the position after each column, equal for all nodes of one depth. k (B,): number of nodes in use,
+    None for all.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
     wanted = y.gather(1, (steps.parents + 1).expand_as(x))
@@ -373,7 +376,8 @@ def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Return the result of `steps_of`, which is cached, so that no round copies it to the device again."""
+    """Return the steps in which a tree's nodes are tested (`steps_of`), on a device. They are cached, so that no round
+    copies them to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))
