@@ -72,7 +72,8 @@ class Adaptive:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
             raise ValueError(
                 "policy: seconds must have, for each number of rows, a list with the seconds of a round that drafts 0, "
-                "1, ... tokens; all lists must have one length, at least 2"
+                "1, ... tokens; all lists must have one length, at least 2, not "
+                f"{[len(row) for row in self.seconds.values()]}"
             )
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:

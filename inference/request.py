@@ -228,8 +228,9 @@ class PromptReader:
         if isinstance(source, Tensor):
             if source.shape != self.encoder.features:
                 raise ValueError(
-                    f"{who}: its features have the shape {tuple(source.shape)}; the encoder reads "
+                    f"{who}: its features have the shape {tuple(source.shape)}; give "
                     + (f"features of shape {self.encoder.features}" if self.encoder.features else "token ids")
+                    + ", which the encoder reads"
                 )
             return
         if self.encoder.features:
@@ -331,7 +332,7 @@ def _require_text(who: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{who}: the text is no valid Unicode: {error}") from error
+        raise ValueError(f"{who}: the text is no valid Unicode ({error}); decode it again from its bytes") from error
 
 
 def content_of(who: str, message: Message) -> str | None:

@@ -96,7 +96,7 @@ def _refuse(real: Path, replace: bool) -> None:
             errno.ENOTDIR, "cannot write a folder here: a file has this name; give another path", str(real)
         )
     if not replace and real.is_dir() and any(real.iterdir()):
-        raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
+        raise FileExistsError(errno.EEXIST, "this folder is not empty: empty it, or give another path", str(real))
 
 
 def _flush(new: Path) -> None:

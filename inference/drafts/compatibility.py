@@ -117,7 +117,9 @@ def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
 def _read(opened: FileIO, begin: int, size: int) -> bytes:
     opened.seek(begin)
     if len(block := opened.read(size)) != size:
-        raise ValueError(f"{opened.name}: {size} bytes expected at {begin}, but only {len(block)} are there")
+        raise ValueError(
+            f"{opened.name}: {size} bytes expected at {begin}, but only {len(block)} are there: copy the file again"
+        )
     return block
 
 

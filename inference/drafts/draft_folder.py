@@ -371,7 +371,7 @@ def read(folder: str | Path) -> Folder:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no folder {path}: give the path of a draft folder")
     if not (path / CONFIG).is_file():
         inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
         raise FileNotFoundError(
@@ -525,7 +525,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             path, config=config, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the Rust tokenizers raise plain `Exception`
-        raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
+        raise ValueError(
+            f"{path}: its tokenizer files cannot be read ({error}): copy the target's into the folder"
+        ) from error
 
 
 def _same_tokenizer(

@@ -207,7 +207,8 @@ def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     rounds = int(at.sum())
     if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
         raise ValueError(
-            "exactness: the counts do not belong to these texts under this policy and limit: give those of one timing"
+            f"exactness: by the figures {rounds} rounds drafted, by the counts another number: give texts and counts "
+            "of one timing, with its policy and limit"
         )
     if rounds == 0:
         return None
@@ -258,7 +259,8 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     if figures.reach is not None:
         if most is not None:
             raise ValueError(
-                "most must be None for trees, since their figures are for the tree that ran; measure.tree_shapes has "
+                f"most={most}: for trees most must be None, since their figures are for the tree that ran; "
+                "measure.tree_shapes has "
                 "figures for other trees"
             )
         return figures.reach

@@ -60,7 +60,10 @@ def put_markov_head(network: PreTrainedModel) -> MarkovHead:
     the LM gets a small head too, add that first. Raises ValueError for a rank that is no whole number above 0."""
     rank, size = getattr(network.config, MARKOV, None), network.config.get_text_config().vocab_size
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}")
+        raise ValueError(
+            f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}: use "
+            "the config.json that belongs to the weights"
+        )
     tokens = getattr(network.config, VOCABULARY, None) or size
     head = MarkovHead(size, rank, tokens).to(network.device, network.dtype)
     network.add_module(MODULE, head)

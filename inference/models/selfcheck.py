@@ -157,7 +157,7 @@ class SelfCheck:
             if unknown:
                 raise ValueError(
                     f"states: {name} has layers 0 to {depth}, and {LAST} for the input of its head, but no layer "
-                    f"{unknown[0]}"
+                    f"{unknown[0]}: name one of these"
                 )
             self._check("states", Probe.states)
             self.agreed.add(layers)

@@ -70,7 +70,8 @@ def knots_of(config: PretrainedConfig) -> list[float]:
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
         raise ValueError(
-            f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}, not {temperatures!r}"
+            f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}, not "
+            f"{temperatures!r}: give a folder that was trained with draft=conditioned"
         )
     return [float(one) for one in temperatures]
 

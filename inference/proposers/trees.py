@@ -72,11 +72,13 @@ class StaticTrees:
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
             raise ValueError(
-                f"shape: a node has {most} children, but the vocabulary has {vocabulary} tokens: give the node fewer"
+                f"shape: a node has {most} children, but the vocabulary has {vocabulary} tokens: give it at most "
+                f"{vocabulary}"
             )
         if depths is not None and self.depth > depths:
             raise ValueError(
-                f"shape: the tree has {self.depth} levels, but the draft has at most {depths}: give fewer levels"
+                f"shape: the tree has {self.depth} levels, but the draft has at most {depths}: give at most "
+                f"{depths} levels"
             )
 
     def nodes(self, k: Sequence[int]) -> list[int]:

@@ -159,7 +159,7 @@ def validate_replay(replay: Mapping[str, Any]) -> None:
 
 def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
     if not 0 <= row["row"] < rows:
-        raise ValueError(f"{name}.row is {row['row']}, but there are {rows} rows")
+        raise ValueError(f"{name}.row is {row['row']}, but there are {rows} rows, numbered from 0")
     if row["last"] and row["last"]["kind"] not in KINDS:
         raise ValueError(f"{name}.last.kind is {row['last']['kind']!r}, not one of {', '.join(KINDS)}")
     for i, draft in enumerate(row["drafts"]):

@@ -94,16 +94,23 @@ def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
             fcntl.flock(lock, fcntl.LOCK_SH)
             stored = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConnectionError(f"{path} was lost or is damaged: {error}") from error
+        raise ConnectionError(f"{path} was lost or is damaged ({error}): see whether its disk is full") from error
     finally:
         discard(path)
     if stored["token_ids"].tolist() != ids:
-        raise ValueError(f"{path} has the states of another text")
+        raise ValueError(
+            f"{path} has the states of another text: start the server again with the line that `cotrain teacher` prints"
+        )
     states = stored["hidden_states"]
     if states.dim() != 3 or states.shape[:2] != (len(ids), layers):
-        raise ValueError(f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D)")
+        raise ValueError(
+            f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D): start the "
+            "server with the line that `cotrain teacher` prints"
+        )
     if not bool(states.isfinite().all()):
-        raise ValueError(f"{path} has states that are NaN or infinite")
+        raise ValueError(
+            f"{path} has states that are NaN or infinite: start the server with a wider dtype, such as --dtype bfloat16"
+        )
     return states
 
 

@@ -165,7 +165,10 @@ class Client:
                 f"{biases}"
             )
         if self.owner == "vllm" and sampling.min_p and sampling.top_p < 1:
-            raise ValueError("Sampling.min_p: vLLM applies min_p before top_p; set one of the two")
+            raise ValueError(
+                f"Sampling.min_p={sampling.min_p}, top_p={sampling.top_p}: vLLM applies min_p before top_p; set "
+                "min_p=0 or top_p=1"
+            )
         fields: dict[str, Any] = {
             "model": self.model,
             "n": 1,
