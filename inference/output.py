@@ -201,9 +201,10 @@ class IncrementalDecoder:
 
 
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs (kind, text) as the tokens of one row come. kind: as in `Event.kinds`. A character whose bytes are in
-    several tokens has the kind of its last token; an incomplete character at the end of the text has the kind of the
-    last token. decode: returns the text of a list of ids."""
+    """Yield pairs (kind, text) as the tokens of one row come. events: the row's. kind: "drafted", "corrected" or
+    "bonus", as `Event` defines them. A character whose bytes are in several tokens has the kind of its last token; an
+    incomplete character at the end of the text has the kind of the last token. decode: returns the text of a list of
+    ids."""
     decoder, kind = IncrementalDecoder(decode), ""
     for event in events:
         for token, kind in zip(event.ids, event.kinds, strict=True):

@@ -38,7 +38,8 @@ class Decisions(Protocol):
 
     def idle(self, rows: int, asks: bool) -> bool:
         """Return whether a round of `rows` new rows would draft nothing. Then the draft model need not read their
-        prompts yet (see `Proposer.catches_up`). asks: as in `open`."""
+        prompts yet, if it can read them later (`Proposer.catches_up`). asks: whether the proposer asks after each draft
+        whether to go on (`Proposer.asks`)."""
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         """Begin a round. Return the largest number of drafts per row. rows: indices of the active rows in the call.

@@ -272,7 +272,7 @@ class PromptReader:
     def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
         """Return the ids that the decoder's text begins with. ids: the prompt's `decoder_input_ids`; the start token is
         put before them if they lack it, as in transformers. If there are none, return the ids of the generation config.
-        Raises ValueError if it does not give them."""
+        who: names the prompt in errors. Raises ValueError if it does not give them."""
         start = self.encoder.start if self.encoder else None
         if ids:
             return ids if not start or ids[0] == start[0] else [start[0], *ids]
@@ -285,7 +285,7 @@ class PromptReader:
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
         """Return the token ids of one prompt. If a text already begins with the start token, as a rendered chat
-        template does, the start token that the tokenizer adds is removed."""
+        template does, the start token that the tokenizer adds is removed. who: names the prompt in errors."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -304,7 +304,7 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues its text."""
+        continues its text. who: names the prompt in errors."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")
@@ -328,7 +328,7 @@ class PromptReader:
 
 
 def _require_text(who: str, text: str) -> None:
-    """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair."""
+    """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair. who: names the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -97,7 +97,8 @@ class DecodingRound:
 
     rows: the active rows (A). k: largest draft length of each row. rule: the verification rule. noise: the call's
     uniforms. vocabulary: number of token ids. batch: the batch of an earlier round, used again if the rows are the
-    same; None for a new batch. decisions: the decisions of an adaptive policy, None for any other policy.
+    same; None for a new batch. decisions: the decisions of an adaptive policy, None for any other policy. device: of
+    the target.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class DecodingRound:
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return draft ids (A,) drawn from distributions (A, V). depth: the depth of these drafts (0-based), or one per
         row (A,). The random numbers come from the draft stream at this depth. Under a rule that shares noise, they are
-        those that also draw the target's token."""
+        those that also draw the target's token. probs (A, V): the distributions."""
         rows = slice(None) if isinstance(depth, int) else torch.arange(len(depth), device=depth.device)
         if self.rule.shared:
             return (probs.log() + self._gumbel[rows, depth]).argmax(-1)

@@ -63,7 +63,8 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 
     p (A, N+1, V): the target's probabilities. u (A, N or fewer): the uniforms that the drafts are tested with; None if
     the rule uses no uniforms. length (A,): number of each row's drafts that had distributions. path (A, D): the
-    accepted nodes of a tree, None for a chain. Entries after a row's last draft have no meaning.
+    accepted nodes of a tree, None for a chain. Entries after a row's last draft have no meaning. proposal: the drafts,
+    N per row.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
     ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
@@ -90,7 +91,7 @@ def traced_rows(
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
     """Return a `TracedRow` from the row's line of the table. N: number of drafts in the line. tree: whether they form a
-    tree."""
+    tree. prompt, start, emitted: as in `TracedRow`."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

@@ -44,7 +44,7 @@ def verify(
 
     logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
     after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
-    the table.
+    the table. proposal: the drafts, N per row.
     """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
@@ -64,7 +64,7 @@ def verified(
 
     logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
     after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
-    the table.
+    the table. proposal: the drafts, N per row.
     """
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)

@@ -78,8 +78,9 @@ class CausalLM:
         """Return the network in a folder or on the hub, with this project's modules. It is loaded from safetensors.
 
         output_loading_info: whether to return (network, report) instead; transformers' loading report then covers these
-        modules' tensors too. options: arguments of transformers' `from_pretrained`. Raises ValueError if the config
-        does not describe a module properly.
+        modules' tensors too. options: arguments of transformers' `from_pretrained`. path: the folder or hub id. dtype:
+        of the weights; "auto" for the checkpoint's own. Raises ValueError if the config does not describe a module
+        properly.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code)
@@ -120,7 +121,7 @@ def tensors_of(path: str | Path) -> dict[str, Tensor]:
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
     """Copy the tensors `ours` into this project's modules, whose names begin with one of `own`. Missing, mismatched and
-    unexpected tensors are added to `info` (transformers' loading report), in place."""
+    unexpected tensors are added to `info` (transformers' loading report), in place. network: has the modules."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

@@ -495,7 +495,8 @@ def load_draft(
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes."""
+    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes.
+    draft: the folder."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     if draft.metadata is None:

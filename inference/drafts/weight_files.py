@@ -87,7 +87,7 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
     name: name of the file. If the weights are in several files, an index named `<name>.index.json` lists them. Raises
-    FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged.
+    FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged. path: the folder.
     """
     index = path / f"{name}.index.json"
     if not (path / name).is_file() and index.is_file():

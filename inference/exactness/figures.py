@@ -231,7 +231,8 @@ def prob_at_least(count: int, probs: Tensor) -> float:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Return a bool tensor (B, T): whether a round of the run started at each token and drafted."""
+    """Return a bool tensor (B, T): whether a round of the run started at each token and drafted. figures: of the texts,
+    with the draft lengths `k`. texts: with the starts of their rounds."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -298,7 +299,7 @@ def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, f
     probability below RARE, given the text. reach (B, T, K+1): `rounded_reach` under the run's rule.
 
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
-    residual has no mass there.
+    residual has no mass there. figures: the numbers of target and draft at every token of the texts.
     """
     chances = reach - F.pad(reach[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
     seldom = chances < RARE

@@ -161,9 +161,9 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """The figures (see `Figures`) of one forced round. rows (A,): the numbers of the texts. logp, near_p, k (A,): of
-    the round's first token. logq, alpha, near_q (A, K): of the drafts, by depth. reach (A, D+1): for trees, else None.
-    """
+    """The numbers of one forced round that `Figures` has at every token. rows (A,): the numbers of the texts. logp,
+    near_p, k (A,): of the round's first token. logq, alpha, near_q (A, K): of the drafts, by depth. reach (A, D+1): for
+    trees, P(the round accepts at least n nodes | the text); else None."""
 
     rows: Tensor
     logp: Tensor
@@ -200,7 +200,8 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
     """Return the figures of a chain's tokens. Column j of p (A, K+1, V) is used only if the drafts before it are the
-    text's tokens."""
+    text's tokens. one: the round. proposal: its drafts. noise: the largest gap between two scores that rounding could
+    close."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
@@ -239,7 +240,8 @@ def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
-    """Return the figures of a round that drafts a tree. first_token: the figures of the round's first token."""
+    """Return the figures of a round that drafts a tree. first_token: the figures of the round's first token. one: the
+    round."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape

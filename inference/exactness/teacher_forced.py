@@ -114,7 +114,8 @@ def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
     """Return logits (A, n, V), in float32 or wider, after the settings that read the text (penalties, bans and others)
-    were applied. start: index of the first token in each text."""
+    were applied. start: index of the first token in each text. prompts, texts: the ids of each prompt, and the new ids
+    after it."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]

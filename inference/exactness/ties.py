@@ -101,8 +101,8 @@ def check_coupled(
 
     ids: keys of the prompts' random numbers. seed: of the coupled run. bound: the largest gap that rounding may
     explain, in root mean squares of the logits. It is GAP times the general rounding of the logits; the noise is at
-    least this rounding. tree: the parents of the tree that the engine drafts, None for chains. Raises RequestError if a
-    prompt ends in an error.
+    least this rounding. tree: the parents of the tree that the engine drafts, None for chains. sampling,
+    max_new_tokens: the settings and the limit of the run. Raises RequestError if a prompt ends in an error.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -150,7 +150,7 @@ def check_text(
 
     plain, coupled: for each prompt, the new ids of the plain and of the coupled text. noise_keys: (ids, seed) of the
     noise that both share. k: drafts per round. rows: the noise is measured on the texts that differ, and on the first
-    `rows` texts.
+    `rows` texts. sampling: the settings of both runs. vocabulary: number of ids that can be emitted.
     """
     differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
     chosen = sorted({*range(min(rows, len(prompts))), *differ})
@@ -185,7 +185,7 @@ def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
     """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
     does if plain decoding chooses the other token once one of the two tokens' logits is changed by `noise`: such a
-    token is near an edge of top-k, top-p or min-p."""
+    token is near an edge of top-k, top-p or min-p. sampling: the settings of both texts."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -276,7 +276,8 @@ def _scored(
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
     """Yield blocks of passes of `width` ids or over trees. Each comes with its scores and its Gumbel noise, both (A, n,
-    V)."""
+    V). prompts, texts: the ids of each prompt, and the new ids after it. block: the largest number of tokens of a text
+    in a block. noise_keys: (ids, seed) of the Gumbel noise, None for none."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g

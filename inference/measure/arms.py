@@ -52,8 +52,9 @@ class Arm:
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that runs Engine.generate and ignores end tokens. max_new_tokens: the number of new tokens of each
-    prompt. Raises ValueError for settings that may end a text early. The arm's run raises RequestError if a prompt ends
-    in an error, since its text is then no sample."""
+    prompt. name: the arm's name in reports. sampling: the settings of every prompt. Raises ValueError for settings that
+    may end a text early. The arm's run raises RequestError if a prompt ends in an error, since its text is then no
+    sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -72,8 +73,8 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
     each run it replaces the model's generation_config, so that no default in it changes the distribution.
 
     Decode-only figures omit the first pass and its tokens, since this pass is transformers' prefill. The arm's `ids`
-    are not used: torch's generator is seeded for each run. Raises ValueError for sampling settings that this arm cannot
-    express.
+    are not used: torch's generator is seeded for each run. name: the arm's name in reports. max_new_tokens: the number
+    of new tokens of each prompt. Raises ValueError for sampling settings that this arm cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = generation_config(sampling, max_new_tokens)

@@ -57,7 +57,7 @@ def _busy(stat: Path) -> float | None:
 
 def others(before: Reading, after: Reading) -> float | None:
     """Return the mean number of cores that other processes used between two readings, or None if it is unknown or if
-    too little time has passed."""
+    too little time has passed. before, after: the two readings."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)

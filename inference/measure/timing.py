@@ -162,8 +162,8 @@ def interleave(
 
 
 def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """Return the prompts in batches of `rows`, with the keys of their random numbers. Raises ValueError if two arms
-    have one name, or if there is nothing to time."""
+    """Return the prompts in batches of `rows`, with the keys of their random numbers. repeats: how often each batch is
+    to run, at least 1. Raises ValueError if two arms have one name, or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"arms: give at least one arm, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:

@@ -116,8 +116,8 @@ def distributions_of_rounds(
     depths: the largest number of drafts per round. max_new_tokens: the limit of the run that made the texts; rounds
     draft no tokens past it.
 
-    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError if the proposer
-    drafts trees, or does not draw its drafts from distributions.
+    This runs a target pass over K + 1 ids for every token, in the engine's slots. sampling: the settings of the texts.
+    Raises ValueError if the proposer drafts trees, or does not draw its drafts from distributions.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -182,7 +182,7 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
     """Return the reach (B, T, D+1) of a tree with these parents under this rule: P(a round that starts at t accepts at
     least n nodes | the text). likeliest: whether children are the likeliest tokens. As in the engine, no level past the
-    text's end is drafted."""
+    text's end is drafted. distributions: of target and draft on the texts. rule: "tree" or "traversal"."""
     if rule == "traversal" and not likeliest:
         shape, T = StaticTrees(parents), distributions.x.shape[1]
         nodes = torch.tensor(
@@ -281,7 +281,8 @@ def table_of(
 ) -> Paths:
     """Return the probabilities of all paths in these trees under a rule. shapes: the parents of each tree. likeliest:
     whether children are the likeliest tokens. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C); None to
-    compute it. samples: how often rejected children are drawn under `traversal`."""
+    compute it. samples: how often rejected children are drawn under `traversal`. distributions: of target and draft on
+    the texts. rule: "tree" or "traversal"."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

@@ -42,7 +42,8 @@ def grow(
 
     The candidates of a step are the next child of every node. The `tries` candidates with the largest first-order gain
     are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth take equally many
-    seconds per round, so seconds matter only for the choice of size and depth.
+    seconds per round, so seconds matter only for the choice of size and depth. accept (B, T, C) or (B, T, K, C): P(the
+    text's token is accepted as child c), see the module. lengths (B,): tokens in each text, None for T.
     """
     tables = [of_rounds(accept, level, lengths) for level in range(depth)]
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
@@ -63,7 +64,7 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 
     Node -1 is the text's last token (the anchor). tables: for each level, the result of `predict_tree.of_rounds`. whole
     (B, T): ones. chances: P(a round that starts at t accepts the child | the text). Nodes at the largest depth, and
-    nodes that already have all their children, are left out.
+    nodes that already have all their children, are left out. parents: of the tree's nodes.
     """
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
@@ -85,7 +86,7 @@ def gains(
 
     If a round at t accepts the candidate, the next round starts at t + depth + 1 instead of t + depth. This saves sum_t
     s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a round
-    starts at t.
+    starts at t. parents: of the present tree's nodes. lengths (B,): tokens in each text, None for T.
     """
     reach = reach_tree(accept, parents, lengths)
     s, left = round_starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
@@ -101,7 +102,7 @@ def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the expected calls E_t from a round that starts at t to the text's end, (B, T + K + 1); 0 past the end.
     reach (B, T, K+1): P(a round that starts at t accepts at least n drafts).
 
-    E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
+    E_t = 1 + sum_n P(n accepted) E_{t+n+1}. lengths (B,): tokens in each text, None for T.
     """
     B, T, depths = reach.shape
     exactly = reach - F.pad(reach[..., 1:], (0, 1))
@@ -137,7 +138,8 @@ def union(shapes: Iterable[Parents]) -> Parents:
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
     """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`: for each node, the product of
-    `accept` over the child numbers of its path. whole: the tree's parents."""
+    `accept` over the child numbers of its path. whole: the tree's parents. accept (B, T, C) or (B, T, K, C): P(the
+    text's token is accepted as child c). lengths (B,): tokens in each text."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):

@@ -157,7 +157,8 @@ class SlotCache(Cache):
 
     def before_growth(self, listener: Callable[[], None]) -> None:
         """Register a bound method that is called before slots are added. The method should drop its references to keys
-        and values, since new tensors replace them. It is referenced weakly, since its object refers to this cache."""
+        and values, since new tensors replace them. It is referenced weakly, since its object refers to this cache.
+        listener: the method."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
@@ -231,6 +232,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
 
     rows: the engine's rows without spare ones. Every row, spare ones too, has the same number of slots. That number is
     doubled until `length` tokens fit, up to the model's context. Keys and values of cross-attention are not counted.
+    config: of the network. dtype: of keys and values.
     """
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0

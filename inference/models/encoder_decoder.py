@@ -58,7 +58,7 @@ class CrossLayer(CacheLayerMixin):
 
 class CrossStore(Cache):
     """The cross-attention keys and values of every row. They grow with the longest source. lengths: for each row, its
-    source's number of ids or frames."""
+    source's number of ids or frames. layers: number of decoder layers. rows: number of rows."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.stores = [CrossLayer() for _ in range(layers)]
@@ -116,8 +116,8 @@ class CrossStore(Cache):
 
 class EncoderDecoder(Stock):
     """The forward of transformers' decoder, with cross-attention to each row's source. rows: number of rows, spare ones
-    included. Raises ValueError for a decoder of another structure. Its logits are checked like every model's
-    (`selfcheck`)."""
+    included. cache: for self-attention. context: the largest number of ids per row. Raises ValueError for a decoder of
+    another structure. Its logits are checked like every model's (`selfcheck`)."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
         super().__init__(model, cache, context)

@@ -38,13 +38,15 @@ class Forward(Protocol):
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         """Return the logits (A, n, V), and the states of `layers`. only (A,): a column of each row; the logits are then
-        (A, 1, V), after this column. None for all columns."""
+        (A, 1, V), after this column. None for all columns. ids (A, n): at the positions of `window`."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """Run the pass without the head, to store keys and values. Return the states of `layers`."""
+        """Run the pass without the head, to store keys and values. Return the states of `layers`. ids (A, n): at the
+        positions of `window`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
+        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run. ids (A, n): at
+        the positions of `window`."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         """Move the keys and values of a tree's accepted path to the slots after its anchor. start (A,): the slots of
@@ -59,7 +61,8 @@ class Stock:
     last one.
 
     A sliding window is a narrower attention mask over the same slots. These contain the whole text, so a text can be
-    cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
+    cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`). cache: for the
+    keys and values.
     """
 
     scale: Tensor | None = None
@@ -133,7 +136,7 @@ class Stock:
 
 class Lean:
     """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether to round the
-    projections to 8 bits, with one scale per output."""
+    projections to 8 bits, with one scale per output. cache: for the keys and values."""
 
     scale: Tensor | None = None
 
@@ -233,7 +236,8 @@ def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
     """Return the attention function that is fastest for a mask: from queries (A, H, n, D) and keys and values (A, G, L,
-    D) to (A, n, H D). mask (A, 1, n, L): added to the scores; None if every token sees all slots."""
+    D) to (A, n, H D). mask (A, 1, n, L): added to the scores; None if every token sees all slots. shape: of the model.
+    """
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -257,7 +261,7 @@ def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
     """Return a bool tensor (A, 1, n, limit): the slots that each token sees, up to its own position. width: if given,
     only the last `width` of these (a sliding window). chunk: if given, only those in the same chunk of `chunk`
-    positions."""
+    positions. window: the positions (A, n) of the tokens, and the number of slots. device: of the result."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)

@@ -134,7 +134,7 @@ def states_of(
     cos, sin (A or 1, n, 1, D): of the angles of the ids' positions. keep(i, k, v): stores layer i's new keys and values
     (A, G, n, D), and returns all keys and values that the layer may read (A, G, L, D). attend(q, k, v): `flash`,
     `batched` or `folded`, from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and
-    values. The last layer then stops after storing them if its states are not needed.
+    values. The last layer then stops after storing them if its states are not needed. weights, shape: of the model.
     """
     x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
@@ -159,7 +159,8 @@ def states_of(
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
     """Return attention (A, n, H D), computed by torch's own kernels. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1, n,
-    L): the attention mask, added to the scores; None if all slots are visible."""
+    L): the attention mask, added to the scores; None if all slots are visible. shape: gives the factor of the scores.
+    """
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
@@ -176,7 +177,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return an attention mask (A, 1, n, L) copied for every head: (A G, H/G n, L)."""
+    """Return an attention mask (A, 1, n, L) copied for every head: (A G, H/G n, L). shape: gives H and G."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
@@ -209,7 +210,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     Torch's flash kernel supports no attention mask, and its memory-efficient kernel no groups of heads. For a call with
     a mask and groups, most GPUs run separate products and a softmax, over keys and values copied for every head. Here
     the heads of a group are laid out along the query length, so there are no groups, and one kernel reads keys and
-    values once per group.
+    values once per group. scale: factor of the attention scores.
     """
     A, H, n, D = q.shape
     G = k.shape[1]

@@ -34,7 +34,8 @@ class FromZero(nn.Linear):
 
 class MarkovHead(nn.Module):
     """A low-rank table of token pairs. markov_w1 (V, r): a row for each preceding token. markov_w2 (Vd, r): the product
-    with that row is added to the logits; zero before training. The names are those that serving engines load."""
+    with that row is added to the logits; zero before training. The names are those that serving engines load.
+    vocabulary: V. rank: r. draft_vocabulary: Vd."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()

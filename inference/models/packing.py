@@ -50,7 +50,7 @@ class Product(Protocol):
 
 
 class InBfloat16:
-    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order."""
+    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order. weight (out, in). bias (out,), or None."""
 
     width = 2
 
@@ -68,7 +68,8 @@ class InFloat16:
     the weight is multiplied by before it is rounded to float16, so that float16 can represent it.
 
     The product is a torch operator that gets a number and finds this object by it. Compiled code cannot hold FBGEMM's
-    objects, and all models of one shape share it, so it holds no constant of one model.
+    objects, and all models of one shape share it, so it holds no constant of one model. weight (out, in). bias (out,),
+    or None.
     """
 
     width = 2

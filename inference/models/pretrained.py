@@ -227,7 +227,7 @@ def longest_text(config: PreTrainedConfig) -> int:
 
 def id_of(config: PreTrainedConfig, name: str) -> Any:
     """Return the token id, or list of ids, under a key of a config, or None if the config lacks the key. Some families
-    lack it."""
+    lack it. name: the key."""
     return getattr(config, name, None)
 
 

@@ -214,7 +214,7 @@ def replay_of(model: PreTrainedModel, compile: bool, int8: bool = False) -> Repl
 
 class Graph:
     """A CUDA graph of `run`, a function without arguments that reads nothing on the host. On a CPU `run` is called
-    instead. pool: the graph's memory pool, see `pool_for`.
+    instead. device: where `run` computes. pool: the graph's memory pool, from `pool_for`; None on a CPU.
 
     A CUDA graph reads memory, not tensors. The caller must therefore keep every tensor that `run` refers to alive, or
     pass it in `reads`; the graph keeps that alive.
@@ -366,7 +366,8 @@ class Recorded(Replay):
         self.graphs[key] = Graph(bound, self.device, self.pool, reads), buffer
 
     def _copied(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
-        """Copy the inputs into the memory that graphs read, and return these copies."""
+        """Copy the inputs into the memory that graphs read, and return these copies. steady: names of inputs whose
+        values change only when the tensor is replaced; these are copied only then."""
         copies = {}
         for name, value in inputs.items():
             copies[name] = copy = self._memory(name, value)

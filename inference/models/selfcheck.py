@@ -254,7 +254,7 @@ class Probe:
 
     def stock(self, cache: SlotCache, form: str) -> Stock:
         """Return transformers' forward with a form of attention mask. If the model has an encoder, the sources of both
-        rows are encoded."""
+        rows are encoded. cache: for the keys and values of the pass. form: an entry of `FORMS`."""
         if self.sources is None:
             return Stock(self.model, cache, self.context, form)
         run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
@@ -353,7 +353,8 @@ class Probe:
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
         """Return the noise (P,) of the model's own numbers at each position: how much they differ when computed in
         other correct ways (`more`), or from embeddings that are rounded once more. The model amplifies this rounding as
-        it amplifies every layer's rounding. lengths: for each row, how many of its first positions count."""
+        it amplifies every layer's rounding. lengths: for each row, how many of its first positions count. own: the
+        model's own numbers. again: computes them once more."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
@@ -435,7 +436,8 @@ class Probe:
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
         """Return the logits (2, N, V) of both rows' trees. The first two nodes run in a separate pass. parents: the
-        parent of each node, -1 for the text. nodes (2, N): their ids."""
+        parent of each node, -1 for the text. nodes (2, N): their ids. make: returns the forward under test for a cache.
+        """
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)

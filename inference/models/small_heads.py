@@ -20,7 +20,7 @@ CHUNK = 2**14  # rows of a head that are in float64 at once
 
 
 class LowRank(nn.Module):
-    """A matrix of low rank: `up` (Vd, r) times `down` (r, D)."""
+    """A matrix of low rank: `up` (Vd, r) times `down` (r, D). width: D. tokens: Vd. rank: r."""
 
     def __init__(self, width: int, tokens: int, rank: int) -> None:
         super().__init__()

@@ -139,7 +139,7 @@ def behind(anchors: Tensor, k: int) -> Tensor:
 
 class Step(nn.Module):
     """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns.
-    head: whether it returns logits; without the head, later decoder layers do not run."""
+    head: whether it returns logits; without the head, later decoder layers do not run. weights, shape: of the model."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Drafting(nn.Module):
 
     def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
         """Return K drafts per row (A, K) and their distributions (A, K, V). given: the inputs of `run` and the tensors
-        that `Step` reads, by name."""
+        that `Step` reads, by name. round: the `Round` to draft for."""
         stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
 
         def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
@@ -232,8 +232,9 @@ class Drafting(nn.Module):
 
 
 class Replayed(Lean):
-    """The forward of `Lean`, but short passes over the rows [0, rows) are replayed (see `replay_of`). Logits, states,
-    drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as in `Lean`.
+    """The forward of `Lean`, but short passes over the rows [0, rows) are recorded as CUDA graphs on a GPU, or compiled
+    on a CPU. Logits, states, drafts and distributions may be views that the next call overwrites. If this fails, passes
+    run as in `Lean`.
 
     The numbers of rows, ids per row and slots of a recorded pass are rounded up to a few sizes. Recordings read the
     cache's keys and values and the LM's scale. They are dropped when weights change, and before the cache grows, so
@@ -263,7 +264,8 @@ class Replayed(Lean):
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
         """Return the results of a `Step` with these layers and head, or None if the pass is neither recorded nor
-        compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all."""
+        compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their
+        positions."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -326,7 +328,7 @@ class Replayed(Lean):
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
         """Return whether a pass over ids (A, n) can be replayed. This first reads changed weights, and computes angles
-        for new slots; either drops the recordings."""
+        for new slots; either drops the recordings. window: their positions."""
         if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         if not self.replay.takes(len(ids), self.rows):

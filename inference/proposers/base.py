@@ -142,7 +142,7 @@ class Round(Protocol):
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return ids (A,) drawn from distributions (A, V). depth: the depth (0-based) of these drafts, or one depth per
-        row (A,); it decides which random numbers are used."""
+        row (A,); it decides which random numbers are used. probs (A, V): the distributions."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
@@ -253,8 +253,9 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """Return a proposer for a draft folder of this kind; `inference.load` calls this. Raises OSError for a folder
-        that cannot be read, and ValueError for one that is wrong or does not fit the target."""
+        """Return a proposer for a draft folder of this kind; `inference.load` calls this. arguments: the target and how
+        it is served. Raises OSError for a folder that cannot be read, and ValueError for one that is wrong or does not
+        fit the target."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod

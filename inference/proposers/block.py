@@ -184,7 +184,7 @@ class BlockDrafting(EagleDrafting):
 
 def masks_of(network: BlockNetwork, K: int) -> int:
     """Return the number of mask tokens in a pass that drafts K tokens: K for a causal draft, else always the number of
-    drafts per round in training."""
+    drafts per round in training. network: says whether the draft is causal."""
     return K if network.config.causal else network.config.depths
 
 
@@ -194,7 +194,10 @@ class Block(Eagle):
 
     If the draft is not causal, a mask token sees all mask tokens of its block. Each round therefore reads as many mask
     tokens as in training, so that a row's distributions do not depend on the other rows of its batch. A round drafts at
-    most `depths` tokens, the number of drafts per round in training. The constructor has the arguments of `Eagle`.
+    most `depths` tokens, the number of drafts per round in training.
+
+    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    the parent of each node (-1 for the text); None for chains.
     """
 
     network_class = BlockNetwork

@@ -101,8 +101,10 @@ class Conditioned(Independent):
     temperature.
 
     At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale (the function
-    `conditioned` adds one). greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a
-    scale.
+    `conditioned` adds one). greedy: whether to draft the likeliest tokens, with one-hot distributions. compile: whether
+    passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights
+    are rounded to 8 bits. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains.
+    Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork

@@ -45,8 +45,9 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads, numbered as in `models.passes`: 2, L // 2 and
-    L - 3 (EAGLE-3), or closer together if L is small. layers: the number L of the target's layers."""
+    """Return the low, middle and high layer whose states the draft reads: 2, L // 2 and L - 3 (EAGLE-3), or closer
+    together if L is small. Layer i stands for the states after i decoder layers. layers: the number L of the target's
+    layers."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -65,7 +66,8 @@ class EagleConfig(PretrainedConfig):
 
     eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: for
     SGLang, the same states, numbered by the layers that output them. If only `eagle_config` is given, its numbers mean
-    inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
+    inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written. The other keys are those of a
+    Llama config; vocab_size is the target's and draft_vocab_size the draft's.
     """
 
     model_type = "llama"
@@ -116,7 +118,8 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return the target's layers whose states `fc` joins, in order, numbered as in `models.passes`."""
+        """Return the target's layers whose states `fc` joins, in order. Layer i stands for the states after i decoder
+        layers, 0 for the embeddings."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
@@ -154,7 +157,7 @@ class FeatureNetwork(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
         """Save the network in a folder, with the architecture name that serving engines load. options: as in
-        transformers."""
+        transformers. save_directory: the folder."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -369,7 +372,7 @@ class PairSlots(NamedTuple):
 class EagleDrafting(nn.Module):
     """Drafts a round, as a function of tensors. embedding: the target's embedding. shape: sizes of the attention.
     vocabulary: number of the target's ids. branching: the trees to draft, None for chains. greedy: whether to draft the
-    likeliest tokens."""
+    likeliest tokens. network: makes the drafts."""
 
     def __init__(
         self,

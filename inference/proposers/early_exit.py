@@ -60,7 +60,7 @@ class ExitConfig(PretrainedConfig):
 
 class Change(nn.Module):
     """A low-rank change of a weight (out, in): up (out, r) times down (r, in) is added to the weight (LoRA: Hu et al.
-    2021, 2106.09685). It is 0 before training."""
+    2021, 2106.09685). It is 0 before training. out, inside: the sizes of the weight. rank: r."""
 
     def __init__(self, out: int, inside: int, rank: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _key(name: str) -> str:
 
 class Changed(nn.Module):
     """A projection with its low-rank change. first: the first column (0-based) of a pass that the change applies to;
-    earlier columns use only the target's weight."""
+    earlier columns use only the target's weight. plain: the target's projection. change: added to it."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -253,8 +253,10 @@ class EarlyExit(Independent):
 
     With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
     changed layers, the text's from the target. network: the exit's weights. target: the engine's model. `open` raises
-    ValueError if the engine has another model. greedy, compile, shape: as in `Independent`. Raises ValueError for an
-    encoder-decoder.
+    ValueError if the engine has another model. greedy: whether to draft the likeliest tokens, with one-hot
+    distributions. compile: whether passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on
+    a GPU. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. Raises ValueError
+    for an encoder-decoder.
     """
 
     network_class: Any = ExitNetwork

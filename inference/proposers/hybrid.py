@@ -74,8 +74,8 @@ class Gate:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Return the gate that the key `gate` in config.json describes. Raises ValueError if keys are missing or
-        unknown."""
+        """Return the gate that the key `gate` in config.json describes. values: the key's contents. Raises ValueError
+        if keys are missing or unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
             raise ValueError(

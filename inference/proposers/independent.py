@@ -34,10 +34,10 @@ class Independent(Proposer):
 
     model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-hot
     distribution, instead of drawing from q; serving engines do so by default. compile: whether passes are compiled on a
-    CPU, or recorded as CUDA graphs on a GPU (see `models.replay`); None for only on a GPU. int8: whether the weights
-    are rounded to 8 bits, see `models.llama`; q is then the distribution of the rounded model. shape: the tree to
-    draft, as the parent of each node (see `StaticTrees`), for verify=tree, traversal or coupled; None for chains.
-    own_encoder: whether to run the draft's encoder even if it equals the target's.
+    CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights are rounded to 8 bits; q
+    is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1 for the
+    text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's encoder even
+    if it equals the target's.
     """
 
     network_class: Any = CausalLM
@@ -174,8 +174,8 @@ class Independent(Proposer):
                 self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Return the logits (A, V) after each whole text, from a pass that reads the ids that the slots lack. k: drafts
-        per row."""
+        """Return the logits (A, V) after each whole text, from a pass that reads the ids that the slots lack. round:
+        has the texts. k: drafts per row."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]

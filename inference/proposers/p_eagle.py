@@ -83,8 +83,10 @@ class PEagle(Eagle):
     Without a Markov head, the distribution at depth j (0-based) depends on the text and j mask tokens, not on earlier
     drafts, so all nodes at one depth of a tree have the same distribution. The head adds a term for the preceding
     token. A round stores keys and values of mask tokens after the text's pairs; the next round overwrites them. A round
-    drafts at most as many tokens as in training (`depths` of the config). The constructor has the arguments of `Eagle`.
-    Raises ValueError if the config has no `pard_token`.
+    drafts at most as many tokens as in training (`depths` of the config).
+
+    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    the parent of each node (-1 for the text); None for chains. Raises ValueError if the config has no `pard_token`.
     """
 
     network_class = PEagleNetwork

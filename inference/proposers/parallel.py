@@ -27,8 +27,11 @@ class Parallel(Independent):
     tokens, not on earlier drafts, so all nodes at one depth of a tree have the same distribution. With the head, the
     preceding token adds a term to a draft's logits, so drafts are drawn in order from the same pass. The next round
     overwrites the keys and values of mask tokens. A round drafts at most as many tokens as in training (`pard_depths`
-    of the config). Arguments as in `Independent`. Raises ValueError if the model's config lacks `pard_token` or
-    `pard_depths`.
+    of the config).
+
+    model, compile, int8: as in `Independent`. greedy: whether to draft the likeliest tokens. shape: the tree to draft,
+    as the parent of each node (-1 for the text); None for chains. Raises ValueError if the model's config lacks
+    `pard_token` or `pard_depths`.
     """
 
     def __init__(

@@ -91,8 +91,9 @@ class StaticTrees:
         """Return the ids (A, N) drafted at the nodes of the first `depth` levels (at least 1), and the distributions
         (A, N, V) that they were drawn from. This is a function of tensors.
 
-        logits (A, V): after each text. follow: returns the logits after the nodes of a level. likeliest: whether
-        children are the likeliest tokens; otherwise they are drawn without replacement (see `Round.children`).
+        round: the `Round` to draft for. logits (A, V): after each text. follow: maps the ids (A, n) of a level and
+        their `Nodes` to the logits (A, n, V) after them. likeliest: whether children are the likeliest tokens;
+        otherwise they are drawn without replacement.
         """
         x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         steps = _steps(self.parents, logits.device)

@@ -106,8 +106,9 @@ class TwoLevels(CompositeProposer):
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
-        """Return the rounded target's logits (A, n+1, V) after each text and after each guess. The same pass reads the
-        ids that the rounded target has not read yet. drafts: the guesses, x (A, n)."""
+        """Return the rounded target's logits (A, n+1, V): column 0 after each text, column i after guess i (1-based).
+        The same pass reads the ids that the rounded target has not read yet. inner: the inner round. drafts: the
+        guesses, x (A, n)."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -180,7 +181,8 @@ class OuterDrafts:
         row, how many tokens of its text the small draft has stored correctly.
 
         p (A, n+1, V): the rounded target's distributions; column i comes after the text and i guesses. x (A, n): the
-        guesses. accepted (A,): number of accepted guesses. token (A,): the token after them.
+        guesses. accepted (A,): number of accepted guesses. token (A,): the token after them. inner: the inner round
+        that ended.
         """
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
@@ -305,7 +307,8 @@ class InnerRound(RoundView):
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
         """Return the number (A,) of accepted guesses and the token (A,) after them. drafts: the guesses x (A, n), drawn
-        from q (A, n, V). p (A, n+1, V): the rounded target's distributions after the text and after each guess."""
+        from q (A, n, V). p (A, n+1, V): the rounded target's distributions after the text and after each guess. rule:
+        for chains, exact and without shared noise."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.streams is None:

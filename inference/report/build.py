@@ -174,7 +174,7 @@ def build(
 
     sampling, max_new_tokens: the settings and the limit of the run. target, draft: names to print; None for no draft.
     verdict: the result of the exactness checks, None if exactness was not checked. extra: further entries, by name.
-    Raises ValueError for names of arms that were not timed.
+    timing: of both arms. Raises ValueError for names of arms that were not timed.
     """
     values = {
         "format": FORMAT,

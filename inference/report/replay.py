@@ -60,7 +60,8 @@ class Recorder:
         self.rounds: list[list[TracedRow]] = []
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """Begin a call, and drop the rounds of the previous call."""
+        """Begin a call, and drop the rounds of the previous call. rule: the name of the verification rule. rows: the
+        requests of the call."""
         self.rule, self.rounds = rule, []
         self.prompts = [row.text[: row.prompt] for row in rows]
 

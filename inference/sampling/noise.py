@@ -76,7 +76,8 @@ def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequ
     call takes no longer than a call for one stream.
 
     row (B,): ids of the rows. start (B,): number of tokens that the row had emitted when the round began. depth (D,):
-    depths or nodes of a tree (0-based). All are int64. streams: DRAFT, ACCEPT, RESIDUAL or others of this module.
+    depths or nodes of a tree (0-based). All are int64. streams: DRAFT, ACCEPT, RESIDUAL or others of this module. seed:
+    of the call.
     """
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)

@@ -115,7 +115,8 @@ def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
 
 
 def discard(path: Path) -> None:
-    """Delete a file of states and its lock, if they are there, once the server has written it."""
+    """Delete a file of states and its lock, if they are there, once the server has written it. path: of the states; the
+    lock is PATH.lock."""
     with suppress(OSError), open(f"{path}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
     path.unlink(missing_ok=True)

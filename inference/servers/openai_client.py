@@ -128,7 +128,8 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """Return the completion in an answer, and the number of its tokens, None if the server does not say it."""
+        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. answer:
+        the server's, as JSON text."""
         return completion_in(answer)
 
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
@@ -238,7 +239,8 @@ def _first_model(answer: str) -> tuple[str, Any]:
 
 
 def completion_in(answer: str) -> tuple[Completion, int | None]:
-    """Return a completion, and its number of tokens (None if the server does not send it)."""
+    """Return a completion, and its number of tokens (None if the server does not send it). answer: the server's, as
+    JSON text."""
     read = json.loads(answer)
     choice = read["choices"][0]
     ids, finish, usage = choice.get("token_ids"), choice.get("finish_reason"), read.get("usage")

@@ -45,8 +45,8 @@ class Server(Worker):
     ) -> dict[str, Any]:
         """Continue prompts (lists of token ids), and return the answer by name: tokens (lists of new ids), seconds (of
         vLLM's generate), drafts (number of rounds that drafted), accepted (number of accepted drafts) and by_depth (the
-        number of rounds that accepted drafts 0 to d, for each depth d). Raises RuntimeError, with the last lines of the
-        log, if vLLM has ended."""
+        number of rounds that accepted drafts 0 to d, for each depth d). temperature, seed: of all prompts. Raises
+        RuntimeError, with the last lines of the log, if vLLM has ended."""
         return self.ask(prompts=list(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
@@ -69,7 +69,8 @@ def custom_class(k: int) -> dict[str, Any]:
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that decodes with a vLLM server. Seconds are measured inside the server's process, without the
-    transfer. Raises ValueError for sampling settings other than the temperature."""
+    transfer. name: the arm's name in reports. max_new_tokens: the number of new tokens of each prompt. Raises
+    ValueError for sampling settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:

@@ -161,7 +161,8 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     backwards from the text's end.
 
     E_t = 1 + sum_n J_n E_{t+n+1}; Var_t = sum_n J_n (Var_{t+n+1} + (E_{t+n+1} + 1 - E_t)^2). This form of the total
-    variance is never negative; E[C^2] - E[C]^2 would cancel.
+    variance is never negative; E[C^2] - E[C]^2 would cancel. reach (B,T,K+1): P(a round that starts at token t accepts
+    at least n drafts). lengths (B,): tokens in each text, None for T.
     """
     jumps, end = _jumps(reach), _lengths(reach, lengths)
     mean = variance = torch.zeros_like(jumps[:, 0])  # (B,K+1) of positions t+1 .. t+K+1
@@ -204,7 +205,7 @@ def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
 
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
     """Return values (B,T,K) by round: entry (b, t, j) is r of token t+j at depth j, for the round that starts at t.
-    Past a text's end it is `fill`. r, k: as in the module."""
+    Past a text's end it is `fill`. r, k: as in the module. lengths (B,): tokens in each text, None for T."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
         raise ValueError(f"r and l must be (B,T), or (B,T,K) with K >= k = {depths}, not {tuple(r.shape)}")

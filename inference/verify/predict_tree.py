@@ -34,10 +34,7 @@ SAMPLES = 8  # how often the rejected children are drawn
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
     """Return, for each token x (...), how many tokens are likelier, (...) int64; 0 for the likeliest token. probs (...,
-    V): distributions or logits.
-
-    Of equally likely tokens the lower id comes first, as in `tree.likeliest`.
-    """
+    V): distributions or logits. Of equally likely tokens the one with the lower id counts as likelier."""
     own = probs.gather(-1, x.unsqueeze(-1))
     lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
     return ((probs > own) | ((probs == own) & lower)).sum(-1)
@@ -48,6 +45,7 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
     the text's token, 0 for the others. Nothing here is random, since such children are not drawn.
 
     rank (...) int64: number of tokens that are likelier than the text's token under the draft (`rank_of`). children: C.
+    dtype: of the result.
     """
     return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
 
@@ -113,7 +111,8 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
-    """Return, by the round's start t, accept (B, T, C) of token t + level; 0 past the text's end. level: 0-based."""
+    """Return, by the round's start t, accept (B, T, C) of token t + level; 0 past the text's end. level: 0-based.
+    lengths (B,): tokens in each text, None for T."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
         inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
@@ -145,8 +144,8 @@ def _accepted(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list
 
 
 def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)), (n,), with p' and q'_y as in `by_draw`. p, q (n, V). x (n,
-    1)."""
+    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)), (n,). p' is norm(max(p - q, 0)), and q'_y is q without y,
+    renormalised. p, q (n, V): distributions. x (n, 1): tokens."""
     lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
     others = q.sum(-1, keepdim=True) - q
     drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, after y was removed
@@ -216,7 +215,7 @@ def chances_traversal(
     The children of a node with weight w on the text's path are tried in order. Each is rejected with probability sum
     max(q - w p, 0); a rejection changes w, p and q as in the rule. Child c then gets weight w_c = min(w p(x)/q(x), 1).
     The result is the mean of w_c prod q(x)/p(x) over draws of the rejected siblings. It is exact for first children and
-    unbiased for others.
+    unbiased for others. parents: of the tree's nodes.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -234,7 +233,7 @@ def chances_traversal(
 def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
     """Return the reach (B, T, D+1): at each depth, the sum of the probabilities of its nodes. chances (B, T, N): P(a
     round that starts at t follows the text down to the node). k: number of nodes in use, an int, (B,) or (B, T); None
-    for all."""
+    for all. parents: of the tree's nodes."""
     depths = depths_of(parents)
     reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
     reach[..., 0] = 1
@@ -247,7 +246,7 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], u: Tensor) -> Tensor:
     """Return P(a round that starts at t follows the text down to each node), (B, T, N), under `tree.traversal`.
     distributions: for each level p, q (B, T, V) and ids (B, T, 1) of the text's token at this level, by the round's
-    start t. u (B, T, S, draws): uniforms that draw the rejected children, S samples."""
+    start t. u (B, T, S, draws): uniforms that draw the rejected children, S samples. parents: of the tree's nodes."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device

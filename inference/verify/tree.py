@@ -239,7 +239,7 @@ def tree(
 def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: tuple[int, ...], u: Tensor, k: Tensor | None = None
 ) -> TreeVerification:
-    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398). Arguments: see the module.
+    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
 
     In expectation this emits at least as many tokens as `tree` if the subtree of each sibling contains the subtrees of
     its later siblings, as in trees that `cotrain plan` grows. If a later sibling is deeper, it may emit fewer, since
@@ -248,7 +248,8 @@ def traversal(
     visit(node, w): visit each child x in order, with w_c = min(w p(x)/q(x), 1). If the child's subtree accepts, stop;
     else set R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), and q as in `tree`. After the
     last child, accept the node if u < w, and draw the next token from p. Begin with visit(anchor, 1). On a chain this
-    is `chain.block`.
+    is `chain.block`. p (B, N+1, V), q (B, N, V) or None, x (B, N), u (B, N), k (B,) or None: as the module describes
+    them.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=True)
@@ -275,7 +276,7 @@ def _thresholds(
 ) -> tuple[Tensor, Tensor]:
     """Return the threshold of each node (B, N), and each column's p after its children were rejected (B, N+1, V). there
     (B, N): whether the row has the node. carry: whether weights w are passed down the tree and change with rejections,
-    as in `traversal`; else w is 1 at every node."""
+    as in `traversal`; else w is 1 at every node. p, q, x: as the module describes them."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -332,7 +333,8 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
     """Walk down from the anchor, at each node to the first child that passed, and return the verification. passed (B,
-    N). rest (B, N+1, V): distribution of the next token if the walk ends at this column."""
+    N). rest (B, N+1, V): distribution of the next token if the walk ends at this column. passed (B, N): whether each
+    node passed its test."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
