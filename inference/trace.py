@@ -90,8 +90,9 @@ def traced_rows(
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """Return a `TracedRow` from the row's line of the table. N: number of drafts in the line. tree: whether they form a
-    tree. prompt, start, emitted: as in `TracedRow`."""
+    """Return a `TracedRow` from the row's line of the table. prompt: index of the row's prompt in the call. start:
+    number of tokens that the row had emitted before the round. emitted: number of tokens that the round added. N:
+    number of drafts in the line. tree: whether they form a tree."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

@@ -107,8 +107,8 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round as a proposer sees it: the texts so far, how many tokens to draft, and the only functions for
-    distributions and draws.
+    """One round as a proposer sees it: the texts so far, how many tokens to draft, and the functions for distributions
+    and draws. A proposer must use no other ones.
 
     k: for each row, the largest number of drafts. A active rows, V vocabulary.
     """

@@ -420,8 +420,9 @@ class EagleDrafting(nn.Module):
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes to
-        the window's slots, and reads the slots up to the window's limit."""
+        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes the
+        pairs' keys and values to the window's slots, and reads the slots up to the window's limit. slots: the cache
+        slots of all pairs. window: which slots the pass writes and reads."""
         attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
         output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
         return output
@@ -589,7 +590,7 @@ class Eagle(Proposer):
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """Return the drafts of a round. Rows whose text has one token get none."""
+        """Return the drafts of a round, at most round.k[b] for row b. Rows whose text has one token get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)

@@ -138,9 +138,9 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts. A
-        compiled model makes all drafts at once, any other model one by one. A text that is longer than the draft's
-        context gets no drafts."""
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts, at
+        most round.k[b] for row b. A compiled model makes all drafts at once, any other model one by one. A text that is
+        longer than the draft's context gets no drafts."""
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:

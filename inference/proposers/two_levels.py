@@ -212,7 +212,8 @@ class OuterDrafts:
 
     def read(self, valid: list[int]) -> list[int]:
         """Return how many tokens of each text the rounded target has stored after its pass: all but the last one if the
-        text grew, else 0. valid: the result of `append`."""
+        text grew, else 0. valid: for each row, how many tokens of its text the small draft has stored correctly (the
+        result of `append`)."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:

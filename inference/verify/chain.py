@@ -101,7 +101,7 @@ def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Return the number (B,) of drafts that passed before the first that failed. passed (B, K)."""
+    """Return the number (B,) of drafts that passed before the first that failed. passed (B, K), bool."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 

@@ -208,14 +208,14 @@ def chances_traversal(
     `tree.traversal` and for children drawn from q. The probability depends only on the node's path of child numbers, so
     one table serves every tree within `parents`.
 
-    p (B, T, V): the target's distributions of the text's tokens x (B, T). q (B, T, V), or (B, T, K, V) by depth like
-    accept: the draft's. lengths (B,): tokens in each text, None for T. samples, seed: how often, and with which random
-    numbers, rejected children are drawn.
+    p (B, T, V): the target's distributions of the text's tokens x (B, T). q: the draft's, (B, T, V), or (B, T, K, V) by
+    depth: entry (t, j) is for token t as draft j (0-based). parents: of the tree's nodes. lengths (B,): tokens in each
+    text, None for T. samples, seed: how often, and with which random numbers, rejected children are drawn.
 
     The children of a node with weight w on the text's path are tried in order. Each is rejected with probability sum
     max(q - w p, 0); a rejection changes w, p and q as in the rule. Child c then gets weight w_c = min(w p(x)/q(x), 1).
     The result is the mean of w_c prod q(x)/p(x) over draws of the rejected siblings. It is exact for first children and
-    unbiased for others. parents: of the tree's nodes.
+    unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)

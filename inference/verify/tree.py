@@ -99,8 +99,8 @@ def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its
-    parent."""
+    """Return the depth of each node: 1 for children of the anchor. parents: node i has parent parents[i] < i, or -1 for
+    the anchor. Raises ValueError if a node comes before its parent."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -112,7 +112,8 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return, for each node, how many siblings come before it."""
+    """Return, for each node, how many siblings come before it. parents: node i has parent parents[i] < i, or -1 for the
+    anchor."""
     return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
 
 
@@ -156,8 +157,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return, for each node, the child numbers on the path from the anchor down to it. This is the inverse of
-    `from_paths`."""
+    """Return, for each node, the child numbers (0-based) on the path from the anchor down to it. This is the inverse of
+    `from_paths`. parents: node i has parent parents[i] < i, or -1 for the anchor."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -165,7 +166,8 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Return the nodes of each depth, from depth 1 on. A draft model runs one pass per level."""
+    """Return the nodes of each depth, from depth 1 on. A draft model runs one pass per level. parents: node i has
+    parent parents[i] < i, or -1 for the anchor."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
