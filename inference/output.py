@@ -45,8 +45,8 @@ class Counts:
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one row. tokens, drafted, accepted: how many tokens the row emitted, drafted and
-        accepted."""
+        """Add one round of one row. tokens: number of tokens that the row emitted. drafted, accepted: numbers of its
+        drafts, and of its accepted drafts."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)
@@ -94,8 +94,8 @@ class Stats(Counts):
             self.times[phase] += 1
 
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens,
-        drafted, accepted: how many tokens the row emitted, drafted and accepted."""
+        """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens: number
+        of tokens that the row emitted. drafted, accepted: numbers of its drafts, and of its accepted drafts."""
         self.rows[row].starts.append(self.rows[row].tokens)
         self.add(tokens, drafted, accepted)
         self.rows[row].add(tokens, drafted, accepted)

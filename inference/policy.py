@@ -46,8 +46,8 @@ class Decisions(Protocol):
         asks: whether the proposer asks after each draft whether to go on (`Proposer.asks`)."""
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Receive the logits (A, V) that the drafts at `depth` (0-based) are drawn from. temperature (A,): of each
-        row."""
+        """Receive the logits (A, V) that the drafts at `depth` (0-based) are drawn from. temperature (A,): each row's
+        temperature, 0 for greedy."""
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
         """Return whether to draft another token after the draft at `depth` (0-based). room: for each row, the largest

@@ -164,10 +164,10 @@ class DecodingRound:
     # Distributions
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
-        """Return the distributions (A, V) of the next token.
+        """Return the distributions (A, V) of the next token under each row's sampling settings.
 
-        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,). If it is None,
-        logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
+        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order. If it
+        is None, logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
         """
         if drafted is None:
             return self.batch.regimes.probs(logits.to(self.device))
@@ -182,7 +182,7 @@ class DecodingRound:
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):
-        of the draft model. drafted: for each draft so far, its ids (A,)."""
+        the draft model's, after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -263,7 +263,7 @@ class DecodingRound:
     @property
     def test_noise(self) -> Tensor:
         """Return the random numbers with which the rule tests drafts: uniforms (A, K+1 or more), or Gumbel noise (A,
-        K+1 or more, V) for a rule that shares noise."""
+        K+1 or more, V) for a rule that shares noise. Column j is for draft j (0-based)."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
@@ -313,7 +313,8 @@ class DecodingRound:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        """Return the Gumbel noise (A, K+1, V) that draft and target share, by position."""
+        """Return the Gumbel noise (A, K+1, V) that draft and target share; column j is for the token at depth j
+        (0-based)."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -322,9 +323,10 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Return the Gumbel noise (A, n, V) that draws the children of n nodes. keys (n,): the nodes' keys. depth: the
-        depth that all these nodes have. Each node has its own noise. Under a rule that shares noise, all nodes at a
-        depth use the noise of the target at that position, (A, 1, V)."""
+        """Return the Gumbel noise (A, n, V) that draws the children of n nodes. keys (n,): for each node, its column in
+        a pass (0 for the anchor, i + 1 for node i). depth: the depth that all these nodes have. Each node has its own
+        noise. Under a rule that shares noise, all nodes at a depth use the noise of the target at that position, (A, 1,
+        V)."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]

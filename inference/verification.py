@@ -105,8 +105,8 @@ def round_result(
 
 def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
     """Return a message that says why a row has no distribution after its n accepted drafts. row: index among the active
-    rows. logits (A, N+1, V): of the target pass. path (A, D): the accepted nodes of a tree, None for a chain. This
-    reads from the device."""
+    rows. logits (A, N+1, V): of the target pass; column 0 comes after the anchor, column i + 1 after draft i. path (A,
+    D): the accepted nodes of a tree, None for a chain. This reads from the device."""
     if row in round.messages:
         return round.messages[row]
     position = f"after {len(round.texts[row])} tokens"
@@ -121,7 +121,7 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """Return the column (0-based) of the target pass that comes after the last accepted draft of a row. slot: index
-    among the active rows. path (A, D): the accepted nodes of a tree, None for a chain. n: number of accepted drafts of
-    the row. This reads from the device if there is a path."""
+    """Return the column of the target pass that comes after the last accepted draft of a row: 0 for the anchor, i + 1
+    for draft i. slot: index among the active rows. path (A, D): the accepted nodes of a tree, None for a chain. n:
+    number of accepted drafts of the row. This reads from the device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1

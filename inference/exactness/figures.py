@@ -61,7 +61,7 @@ class Figures:
 
     def first(self, values: Tensor) -> Tensor:
         """Return the values (B, T) for the first draft of the round that starts at each token. values: (B, T), or (B,
-        T, K) by depth."""
+        T, K) by depth, in the shape of `logq`."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)

@@ -229,8 +229,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
     """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports other
-    distributions fails the check. If nothing was drawn, return the proposal's distributions. p (A, K+1, V): the
-    target's distributions, for the dtype and device."""
+    distributions fails the check; column j for depth j (0-based). If nothing was drawn, return the proposal's
+    distributions. p (A, K+1, V): the target's distributions, for the dtype and device."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -308,8 +308,8 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Return (A,) bool: whether rounding could change which m tokens are the likeliest, or their order. scores (A, V).
-    gap: rounding may change the order of two scores that are closer than this."""
+    """Return (A,) bool: whether rounding could change which m tokens are the likeliest, or their order. scores (A, V):
+    the draft's. gap: rounding may change the order of two scores that are closer than this."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values

@@ -131,8 +131,8 @@ def rms(x: Tensor) -> Tensor:
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes of `width` ids. first: for each row, the position of its
-    first id."""
+    """Return the logits (A, n, V) after each id of ids (A, n), in passes of `width` ids. first: for each row, the
+    position (0-based) of its first id."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits.clone()
         for at in range(0, ids.shape[1], width)
@@ -141,9 +141,9 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes over an anchor and a tree. first: for each row, the
-    position of its first id. In each pass, the ids after the anchor are put on the next route of `ways`; this route is
-    then accepted, as in a round."""
+    """Return the logits (A, n, V) after each id of ids (A, n), in passes over an anchor and a tree. first: for each
+    row, the position (0-based) of its first id. In each pass, the ids after the anchor are put on the next route of
+    `ways`; this route is then accepted, as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]

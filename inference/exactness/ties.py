@@ -178,7 +178,7 @@ def _ties_and_gap(differences: list[Difference], noise: float, sampling: Samplin
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
     """Return whether a difference is a tie. The tolerance is MARGIN times the measured `noise`, but at most the
-    difference's limit."""
+    difference's limit. sampling: the settings of both texts."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 

@@ -87,8 +87,8 @@ class Costs:
 
 
 def joined_costs(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """Return a table joined from three: the plain target step of `plain`; the passes over drafts and the rest of
-    `target`; the drafting of `draft`."""
+    """Return a table whose plain target step is that in `plain`, whose passes over drafts and rest of a round are those
+    in `target`, and whose drafting is that in `draft`."""
     return replace(
         target,
         target=(plain.target[0], *target.target[1:]),

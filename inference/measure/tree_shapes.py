@@ -151,8 +151,8 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Return the expected calls (S, B) with each tree on each text. shapes: the parents of S trees; `paths` must have
-    all their paths."""
+    """Return the expected calls (S, B) with each of S trees on each of B texts. paths: the probabilities of all paths
+    of these trees. shapes: the parents of each tree's nodes."""
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]

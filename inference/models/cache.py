@@ -48,12 +48,12 @@ class Window:
 
     @property
     def slots(self) -> Tensor:
-        """Return the slots (A, n) that keys and values are written to."""
+        """Return the slots (A, n) of the cache that the pass's keys and values are written to; column j for id j."""
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Return the flat indices (A * heads * n,) of the new tokens in a tensor with `heads` times `slots` entries per
-        row. They are computed once per pass."""
+        """Return the flat indices (A * heads * n,) of the new tokens in a tensor (rows, heads, slots, D) without its
+        last dimension. They are computed once per pass. heads: G. slots: S."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -64,8 +64,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """Return the window of the last n columns of a tree; column 0 is the anchor, the text's last token. anchor (A,):
-    the anchors' slots. longest: the largest of these. low: the first row."""
+    """Return the window of the last n columns of a tree; column 0 is the anchor, the text's last token, and column i +
+    1 node i. anchor (A,): the anchors' slots. longest: the largest of these. low: the first of the A rows."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))

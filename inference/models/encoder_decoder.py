@@ -85,8 +85,8 @@ class CrossStore(Cache):
         self.lengths[low:high], self.width, self.aimed = lengths, max(width, self.width), None
 
     def aim(self, low: int, high: int) -> Tensor | None:
-        """Set the views to the rows [low, high). Return a bool tensor (A, 1, 1, S) that is True for the entries that
-        each row sees, or None if every row sees all."""
+        """Make `keys` and `values` of every layer views of the rows [low, high). Return a bool tensor (A, 1, 1, S) that
+        is True for the entries that each row sees, or None if every row sees all."""
         if self.aimed != (low, high):
             lengths = self.lengths[low:high]
             width, self.seen = max(lengths), None

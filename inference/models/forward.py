@@ -186,8 +186,8 @@ class Lean:
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (A or 1, n, 1, head size), at the window's positions. They come from a table that
-        grows with the slots."""
+        """Return cos and sin, each (A or 1, n, 1, head size), of the rotary angles at the window's positions. They come
+        from a table that grows with the slots."""
         self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
@@ -246,15 +246,15 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked_columns(states: Tensor, only: Tensor) -> Tensor:
-    """Return some columns of each row: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A, n,
-    ...)."""
+    """Return some columns of each row's states: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A,
+    n, ...). only: indices of columns (0-based)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """Return states (A, n, D) times the scale of their rows. scale (rows, D): of all rows; None returns the states
-    unchanged. low: the first row of the states."""
+    """Return states (A, n, D) times the scale of their rows. scale (rows, D): row low + a is for states[a]; None
+    returns the states unchanged. low: the cache row of states[0]."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
@@ -310,6 +310,6 @@ def _columns(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an attention mask to add to scores: 0 where `seen` (bool) is True, else the lowest number of the dtype.
-    Computed once; from a bool mask, every layer would compute it again."""
+    """Return an attention mask in the shape of `seen` (bool), to be added to scores: 0 where `seen` is True, else the
+    lowest number of the dtype. It is computed once per pass; from a bool mask, every layer would compute it again."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

@@ -228,8 +228,8 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
 
 
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (slots, D) at positions 0, 1, ..., from the model's own rotary module. `sin` already has the
-    signs that a rotation by `roll` needs."""
+    """Return cos and sin (slots, D) of the rotary angles at positions 0 to slots - 1, from the model's own rotary
+    module. `sin` already has the signs that a rotation by `roll` needs."""
     body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])

@@ -164,9 +164,9 @@ class LM:
         return isinstance(self.run, EncoderDecoder)
 
     def encode(self, low: int, sources: Sequence[Source], encoded: Encoded | None = None) -> None:
-        """Run the encoder on `sources` in one pass, and store the cross-attention keys and values in rows low, low + 1,
-        ... encoded: the states of an encoder with equal weights; then this model's encoder does not run. None to run
-        it."""
+        """Run the encoder on `sources` (one per row, token ids or features) in one pass, and store the cross-attention
+        keys and values in rows low, low + 1, ... encoded: the states of an encoder with equal weights; then this
+        model's encoder does not run. None to run it."""
         assert isinstance(self.run, EncoderDecoder), "LM.encode of a model without an encoder"
         self.encoded = self.run.encode(sources) if encoded is None else encoded
         self.run.store_source(low, self.encoded)
@@ -262,9 +262,9 @@ class LM:
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
         """Move the keys and values of accepted nodes of a tree to the slots after their anchor, so that slots are
-        positions again. Call it after a pass over the tree. start: the anchors' positions. path (A, m): the accepted
-        nodes of each row, parents before children, then -1. at (A,): `start` as a tensor, if it is already on the
-        device."""
+        positions again. Call it after a pass over the tree. start: for each row, the anchor's position (0-based). path
+        (A, m): the accepted nodes of each row, parents before children, then -1. at (A,): `start` as a tensor, if it is
+        already on the device."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
@@ -364,8 +364,10 @@ def store_prompts(
 def store_tails(
     lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
 ) -> list[States]:
-    """Store every token of each text except the last, from position `begin` on, in rows low, low + 1, ... of the cache,
-    `chunk` positions per pass. Returns, for each pass, the states (A, n, D) of the layers in `states`, by layer."""
+    """Store every token of each text except the last, from position `begin` (0-based) on, in rows low, low + 1, ... of
+    the cache, `chunk` positions per pass. Returns, for each pass, the states (A, n, D) of the layers in `states`, by
+    layer. Column j of pass i is for position begin + i * chunk + j; columns after a text's last stored token have no
+    meaning."""
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]

@@ -270,8 +270,9 @@ def _logit_scale(config: dict[str, Any]) -> float:
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Return logits (n, V) of one text, from the model's own forward without a cache. at: the n positions whose logits
-    are returned; the head reads only these if the model's code can. inputs: arguments of the forward."""
+    """Return logits (n, V) of one text, from the model's own forward without a cache. at: the n positions (0-based)
+    after which logits are returned; the head reads only these if the model's code can. inputs: arguments of the
+    forward."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -332,7 +333,8 @@ class _Left(Exception):
 
 
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
-    """Add a hook that passes the states of a layer to `use`, and return the hook's handle."""
+    """Add a hook that passes the states (A, n, D) of a layer to `use` during each pass, and return the hook's handle.
+    layer: 0 for the embeddings, i after i decoder layers, `LAST` for the input of the head."""
     if layer == LAST:
         body = model.get_decoder()  # both the model and its `base_model` run this body
         if body is model:

@@ -84,8 +84,8 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Return the values (A, n, ...) of these nodes' parents. values (A, m, ...): of the m nodes of the previous
-        pass."""
+        """Return the values (A, n, ...) of these nodes' parents: entry i is for the parent of node i. values (A, m,
+        ...): of the m nodes of the previous pass."""
         if self.above is None:
             return values
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]

@@ -260,8 +260,8 @@ class Proposer:
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError if a folder's network cannot draft for the target. where: the start of the message. Both
-        models may be on the meta device."""
+        """Raise ValueError if a folder's network cannot draft for the target: sizes, layers or ids differ. where: the
+        start of the message. Both models may be on the meta device."""
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:

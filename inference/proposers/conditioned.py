@@ -85,7 +85,7 @@ class Scale:
 
     def at(self, temperature: Tensor) -> Tensor:
         """Return the factors (..., D) that states are multiplied by before the head, in float32 or wider. temperature
-        (...): of each row."""
+        (...): each row's; between two listed temperatures the factors are interpolated."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -138,7 +138,7 @@ class Conditioned(Independent):
 
     def _write(self, temperature: Tensor) -> None:
         """Write each row's scale into the tensor `LM.scale`, in place, since recorded passes read its memory.
-        temperature (A,)."""
+        temperature (A,): of the active rows."""
         if temperature is not self.written:
             assert self.lm.scale is not None
             self.lm.scale[: len(temperature)].copy_(self.scale_of.at(temperature))

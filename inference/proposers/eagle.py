@@ -182,7 +182,8 @@ class FeatureNetwork(PreTrainedModel):
                 raise ValueError(f"{where}: the tensors t2d and d2t name different tokens: export the draft again")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H)."""
+        """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H); the layers
+        are those of the config."""
         joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
@@ -363,7 +364,7 @@ class PairSlots(NamedTuple):
         return attend
 
     def store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """Write the keys k and values v (A, n, G, D) of a layer to the window's slots."""
+        """Write the keys k and values v (A, n, G, D) of a layer (0-based) to the window's slots."""
         row = torch.arange(window.low, window.high, device=k.device).unsqueeze(1)
         for slots, new in ((self.keys[layer], k), (self.values[layer], v)):
             slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
@@ -585,8 +586,8 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Return the features (A, n, H) of the target's states. Numbers that are not finite become 0, so that no slot
-        contains NaN. Rows with such numbers end, or get no drafts."""
+        """Return the features (A, n, H) of the target's states. states: by layer, (A, n, H). Numbers that are not
+        finite become 0, so that no slot contains NaN. Rows with such numbers end, or get no drafts."""
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:

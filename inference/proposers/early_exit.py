@@ -196,8 +196,9 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """Return a model to train: the target's first layers, with the network's norm and changes as parameters. first: the
-    first column (0-based) of a pass that the changes apply to; earlier columns use the unchanged layers."""
+    """Return a model to train: the target's first layers, with the network's norm and changes as parameters. The
+    target's own tensors are shared. first: the first column (0-based) of a pass that the changes apply to; earlier
+    columns use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):

@@ -141,8 +141,8 @@ class HydraNetwork(HeadsNetwork):
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """Add token i to the sums (n, N, D) of heads i, i + 1, ..., and return the new sums. embedded: the token's
-        embeddings, (N, D) or (n, N, D)."""
+        """Add token i (0 for the anchor, i for the draft of head i - 1) to the sums (n, N, D) of heads i, i + 1, ...,
+        and return the new sums. embedded: the token's embeddings, (N, D) or (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))

@@ -192,8 +192,8 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """Return one match for each token of `text`, found in `prompt` and the tokens before it. k: the largest number
-        of drafts of a match."""
+        """Return one match for each token of `text`: what look-up finds there, in `prompt` and the tokens before this
+        one. k: the largest number of drafts of a match."""
         row, whole, matches = SuffixAutomaton(), like(prompt, prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

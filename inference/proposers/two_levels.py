@@ -152,7 +152,7 @@ class OuterDrafts:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each text, the
+        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each row's text, the
         number of its tokens that the rounded target has stored."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
@@ -165,8 +165,9 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Return the rounded target's distributions p (A, n+1, V). logits (A, n+1, V): its logits after the texts and
-        guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner round."""
+        """Return the rounded target's distributions p (A, n+1, V). logits (A, n+1, V): column i comes after each text
+        and i guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner
+        round. inner: the inner round."""
         p = self.round.probs(logits, None)
         if not any(self.history):
             return p

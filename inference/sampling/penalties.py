@@ -209,7 +209,7 @@ class Penalties:
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
-        """Add ids to the counts on the device, in place. newest (A, m): padded with -1."""
+        """Add ids to the counts on the device, in place. newest (A, m): each row's ids, padded with -1."""
         if newest.shape[1] and self.generated is not None:
             self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
@@ -237,7 +237,8 @@ class Penalties:
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `apply` reads, by name."""
+        """Return the tensors that `apply` reads, by name: the rows' settings, their banned sequences, and the counts of
+        their ids."""
         tensors = {
             "bias": self.bias,
             "ends": self.ends,
@@ -275,8 +276,8 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). x (A, K): the drafts.
-        first: the number of drafts before the first position."""
+        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). Position i comes
+        after the first `first + i` drafts of x (A, K)."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)

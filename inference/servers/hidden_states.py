@@ -55,8 +55,9 @@ class StatesClient(Client):
         self.layers = tuple(layers)
 
     def states(self, ids: list[int]) -> Tensor:
-        """Return the states (n, layers, D) of a text of n ids. Raises ConnectionError if the server does not answer or
-        its file is lost or damaged, and ValueError if it cannot be of these layers and this text."""
+        """Return the states (n, layers, D) of a text of n ids; entry (i, l) is after id i, at layer number l of the
+        client's `layers`. Raises ConnectionError if the server does not answer or its file is lost or damaged. Raises
+        ValueError if the file has other layers, another text, or states that are not finite."""
         asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         path = Path(self._read("/v1/completions", _path, asked))
         if path.parent.name != folder_name(self.layers):
@@ -87,8 +88,9 @@ class StatesClient(Client):
 
 
 def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
-    """Return the states (n, layers, D) in a file, after it is whole, and delete the file. Raises ConnectionError if the
-    file is missing or damaged, and ValueError if it has other ids or another number of layers."""
+    """Return the states (n, layers, D) in a file, after it is whole, and delete the file. ids: the n ids of the text.
+    layers: the number of layers. Raises ConnectionError if the file is missing or damaged, and ValueError if it has
+    other ids, another number of layers, or states that are not finite."""
     try:
         with open(f"{path}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)

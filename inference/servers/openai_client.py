@@ -291,7 +291,8 @@ def counted_in(page: str) -> Served | None:
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
     """Return a server's drafting counters once they have not changed for `quiet` seconds, or after `limit` seconds. A
-    server updates them some time after it answers. Return None if the server has none."""
+    server updates them some time after it answers. Return None if the server has none. Raises ConnectionError if the
+    server does not answer."""
     counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
     while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)

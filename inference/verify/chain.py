@@ -143,8 +143,8 @@ def continued(mass: Tensor, w: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """Return norm(max(w_n p_n - q_n, 0)) (B, V). Return p_n instead if n = k, or if no mass is left. n (B,): number of
-    accepted drafts. k (B,): number of drafts. w (B, K+1): weights, None for 1."""
+    """Return norm(max(w_n p_n - q_n, 0)) (B, V). Return p_n instead if n = k, or if no mass is left. p (B, K+1, V), q
+    (B, K, V). n (B,): number of accepted drafts. k (B,): number of drafts. w (B, K+1): weights, None for 1."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

@@ -197,15 +197,16 @@ def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:
 
 def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
     """Return the values (B,T,n) with zero at depths beyond the round's k. Depths are on the last axis, numbered from
-    `first`. k: as in the module."""
+    `first`. k: drafts per round: an int, (B,), or (B,T) for the round that starts at t."""
     limit = torch.as_tensor(k, device=values.device)
     limit = limit.reshape(limit.shape + (1,) * (3 - limit.ndim))  # (), (B,), (B,T) -> (.,.,1)
     return values * (torch.arange(values.shape[-1], device=values.device) + first <= limit)
 
 
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
-    """Return values (B,T,K) by round: entry (b, t, j) is r of token t+j at depth j, for the round that starts at t.
-    Past a text's end it is `fill`. r, k: as in the module. lengths (B,): tokens in each text, None for T."""
+    """Return values (B,T,K) by round: entry (b, t, j) is r of token t+j at depth j (0-based), for the round that starts
+    at t. Past a text's end it is `fill`. r (B,T), or (B,T,K) by depth. k: drafts per round: an int, (B,), or (B,T).
+    lengths (B,): tokens in each text, None for T."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
         raise ValueError(f"r and l must be (B,T), or (B,T,K) with K >= k = {depths}, not {tuple(r.shape)}")

@@ -159,7 +159,8 @@ def normed(rest: Tensor) -> Tensor:
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Return uniforms (places, samples, draws). For one place and one draw, the samples are stratified over [0, 1)."""
+    """Return uniforms (places, samples, draws). For each place, the samples of the first draw are evenly spaced over
+    [0, 1), after one random shift; samples of a later draw are shifted by multiples of the golden ratio."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)

@@ -110,8 +110,7 @@ def _typical(
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N). Nodes that no row drafts have no number and get
-    1."""
+    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N): cut, or with 1 for nodes that no row drafts."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 

@@ -370,9 +370,10 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
-    """Return the steps of a tree. Each step has the nodes with one number among their siblings: the first children,
-    then the second, and so on; with `by_level`, only the nodes of one level. Raises ValueError if x (B, N) has another
-    number of nodes."""
+    """Return the steps in which a tree's nodes are tested. Each step has the nodes with one number among their
+    siblings: the first children, then the second, and so on; with `by_level`, only the nodes of one level. parents:
+    node i has parent parents[i] < i, or -1 for the anchor. Raises ValueError if x (B, N) has another number of nodes.
+    """
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents has {len(parents)} nodes, but x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)
