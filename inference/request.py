@@ -285,7 +285,8 @@ class PromptReader:
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
         """Return the token ids of one prompt. If a text already begins with the start token, as a rendered chat
-        template does, the start token that the tokenizer adds is removed. who: names the prompt in errors."""
+        template does, the start token that the tokenizer adds is removed. who: names the prompt in errors. Raises
+        ValueError if this is no single prompt, or if a text has no tokenizer."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -304,7 +305,8 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues its text. who: names the prompt in errors."""
+        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, or if the
+        tokenizer has no chat template."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")

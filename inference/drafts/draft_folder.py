@@ -112,7 +112,7 @@ class ServedAs:
     checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
     largest number of tokens of a measured prompt. messages: whether the prompts are lists of messages. template:
     arguments of the chat template that renders messages. chat: the setting `data.chat`: whether rows without messages
-    are rendered too, each as one message; None for its default.
+    are rendered too, each as one message; None for its default. Raises ValueError naming a wrong key and its value.
     """
 
     verify: str = "token"

@@ -28,7 +28,8 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
     """Return the parents of trees of every size up to `most` nodes, grown within each of the depths (numbers of levels)
-    so that each added node saves the most expected calls. accept, lengths: see the module."""
+    so that each added node saves the most expected calls. accept (B, T, C) or (B, T, K, C): P(the text's token is
+    accepted as child c). lengths (B,): tokens in each text, None for T."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -86,7 +87,8 @@ def gains(
 
     If a round at t accepts the candidate, the next round starts at t + depth + 1 instead of t + depth. This saves sum_t
     s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a round
-    starts at t. parents: of the present tree's nodes. lengths (B,): tokens in each text, None for T.
+    starts at t. parents: of the present tree's nodes. lengths (B,): tokens in each text, None for T. accept (B, T, C)
+    or (B, T, K, C): P(the text's token is accepted as child c).
     """
     reach = reach_tree(accept, parents, lengths)
     s, left = round_starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)

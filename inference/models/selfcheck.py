@@ -188,7 +188,7 @@ class SelfCheck:
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
     """Return the result of `check`. The check runs again only if values, classes or settings of the model have changed.
-    name: the check's name and the context."""
+    name: the check's name and the context. Raises ValueError for a model on the meta device."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__}: its weights are on the meta device, so it cannot run; load it with weights"
@@ -335,7 +335,8 @@ class Probe:
 
     def _own(self, ids: Tensor, row: int | None = None) -> Tensor:
         """Return the model's own logits (B, n, V). ids (B, n): the texts. row: for a model with an encoder, the row
-        whose source all texts have; None if text b has the source of row b. Each source is encoded alone."""
+        whose source all texts have; None if text b has the source of row b. Each source is encoded alone. Raises
+        ValueError if the model's own forward raises."""
         parts: list[tuple[Tensor, Source | None]] = [(ids, None)]
         if self.sources is not None:
             parts = [(ids, self.sources[row])] if row is not None else [*zip(ids.split(1), self.sources, strict=True)]

@@ -37,7 +37,7 @@ class Independent(Proposer):
     CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights are rounded to 8 bits; q
     is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1 for the
     text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's encoder even
-    if it equals the target's.
+    if it equals the target's. Raises ValueError if `model` is neither a model nor a path.
     """
 
     network_class: Any = CausalLM

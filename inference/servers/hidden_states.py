@@ -126,7 +126,8 @@ def discard(path: Path) -> None:
 
 
 def _path(answer: str) -> str:
-    """Return the path in the answer to a request."""
+    """Return the path in the answer to a request. Raises ValueError if there is none, since the server then writes no
+    states."""
     sent = json.loads(answer).get("kv_transfer_params") or {}
     if "hidden_states_path" not in sent:
         raise ValueError("no hidden_states_path: start the server with the line that `cotrain teacher` prints")

@@ -206,7 +206,8 @@ def _within(values: Tensor, k: int | Tensor, first: int = 0) -> Tensor:
 def _aligned(r: Tensor, k: int | Tensor, lengths: Tensor | None, fill: float) -> Tensor:
     """Return values (B,T,K) by round: entry (b, t, j) is r of token t+j at depth j (0-based), for the round that starts
     at t. Past a text's end it is `fill`. r (B,T), or (B,T,K) by depth. k: drafts per round: an int, (B,), or (B,T).
-    lengths (B,): tokens in each text, None for T."""
+    lengths (B,): tokens in each text, None for T. Raises ValueError if r has fewer depths than k, or if lengths exceed
+    T."""
     depths = int(torch.as_tensor(k).max())
     if r.ndim not in (2, 3) or (r.ndim == 3 and r.shape[2] < depths):
         raise ValueError(f"r and l must be (B,T), or (B,T,K) with K >= k = {depths}, not {tuple(r.shape)}")

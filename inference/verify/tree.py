@@ -350,8 +350,8 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
-    """Return a bool tensor (B, N): whether each row has each node. Row b has its first k[b] nodes, or all if k is
-    None."""
+    """Return a bool tensor (B, N): whether each row has each node. x (B, N): the nodes' ids. k (B,): row b has its
+    first k[b] nodes; None for all."""
     if k is None:
         return torch.ones_like(x, dtype=torch.bool)
     return torch.arange(x.shape[1], device=x.device) < k.unsqueeze(-1)
