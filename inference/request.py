@@ -228,9 +228,9 @@ class PromptReader:
         if isinstance(source, Tensor):
             if source.shape != self.encoder.features:
                 raise ValueError(
-                    f"{who}: its features have the shape {tuple(source.shape)}; give "
+                    f"{who}: its features have the shape {tuple(source.shape)}; the encoder reads "
                     + (f"features of shape {self.encoder.features}" if self.encoder.features else "token ids")
-                    + ", which the encoder reads"
+                    + ": give these"
                 )
             return
         if self.encoder.features:
