@@ -72,7 +72,8 @@ class Adaptive:
         if not self.seconds or len({len(row) for row in self.seconds.values()}) > 1 or self.longest < 1:
             raise ValueError(
                 "policy: seconds must have, for each number of rows, a list with the seconds of a round that drafts 0, "
-                "1, ... tokens; all lists must have one length, at least 2"
+                "1, ... tokens; all lists must have one length, at least 2, not "
+                f"{[len(row) for row in self.seconds.values()]}"
             )
         for name in ("here", "ahead"):
             if len(getattr(self.estimates, name)) != INPUTS:
@@ -96,8 +97,8 @@ class Adaptive:
 
     @classmethod
     def load(cls, file: str | PathLike[str]) -> "Adaptive":
-        """Return the policy in a file that `cotrain plan` has written. Raises ValueError, naming the file, if it cannot
-        be read or has another form."""
+        """Return the policy in a JSON file that `cotrain plan` has written. Raises ValueError, naming the file, if it
+        cannot be read or has another form."""
         try:
             given: dict[str, Any] = json.loads(Path(file).read_text(encoding="utf-8"))
             seconds = {int(rows): tuple(map(float, row)) for rows, row in given["seconds"].items()}
@@ -126,18 +127,19 @@ class Adaptive:
         return self.deciding.get(min(self.seconds, key=lambda timed: abs(timed - rows)))
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
-        """Return the longest draft length for each row. In a call, `CallDecisions` choose shorter ones."""
+        """Return the longest draft length for each row. In a call, `CallDecisions` choose shorter ones. texts: the ids
+        of each active row's text; only their number is used."""
         return [self.longest] * len(texts)
 
     def begin(self) -> "CallDecisions":
-        """Return the decisions of one call."""
+        """Return new decisions, for one call of `generate` or `stream`."""
         return CallDecisions(self)
 
 
 @dataclass
 class Recent:
-    """A row's recent drafts, discounted (see `DISCOUNT`). tried: number of drafts that were tested. accepted: number of
-    these that were accepted."""
+    """A row's recent drafts. Each later token multiplies earlier counts by `DISCOUNT`. tried: number of drafts that
+    were tested. accepted: number of these that were accepted."""
 
     tried: float = 0.0
     accepted: float = 0.0
@@ -145,7 +147,8 @@ class Recent:
 
 @dataclass
 class CallDecisions:
-    """The decisions of an `Adaptive` policy in one call, see `policy.Decisions`."""
+    """The decisions of an `Adaptive` policy in one call: how many tokens each round drafts. It implements
+    `policy.Decisions`."""
 
     policy: Adaptive
     recent: dict[int, Recent] = field(default_factory=dict)  # by row of the call
@@ -159,15 +162,18 @@ class CallDecisions:
     decided: list[bool] = field(default_factory=list)  # after each draft
 
     def idle(self, rows: int, asks: bool) -> bool:
-        """Return whether no draft length pays for `rows` rows that have the mean acceptance. asks: as in
-        `policy.Decisions.open`."""
+        """Return whether no draft length pays for `rows` rows that have the mean acceptance. asks: whether the proposer
+        can stop after each draft (`Proposer.asks`)."""
         return CallDecisions(self.policy).open(range(rows), asks) == 0
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         """Begin a round. Return the largest number of drafts per row: 0 if no draft length has a higher expected rate
         than plain decoding. Otherwise return the longest draft length if the round decides after each draft, and the
-        best draft length if it does not (the proposer does not ask, or deciding does not pay). rows, asks: as in
-        `policy.Decisions.open`."""
+        best draft length if it does not (the proposer does not ask, or deciding does not pay).
+
+        rows: indices of the active rows in the call. asks: whether the proposer asks after each draft whether to go on
+        (`Proposer.asks`).
+        """
         decision = self.policy.decision(len(rows)) if asks else None
         self.rows, self.asks, self.seen, self.reached, self.decided = rows, decision is not None, [], [], []
         self.rates = np.array([self.rate(row) for row in rows])
@@ -180,8 +186,8 @@ class CallDecisions:
         return self.policy.longest if k and self.asks else k
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Compute the inputs of the estimates from the logits (A, V) of the drafts at `depth` (0-based). temperature
-        (A,): of each row; 0 counts as 1."""
+        """Compute the inputs of the estimates from the logits (A, V) that the drafts at `depth` (0-based) are drawn
+        from. temperature (A,): each row's; 0 counts as 1."""
         if self.asks and depth == len(self.seen):
             heat = torch.where(temperature > 0, temperature, 1.0).unsqueeze(-1)
             self.note((wide(logits) / heat).softmax(-1).amax(-1).double().cpu().numpy())
@@ -194,9 +200,10 @@ class CallDecisions:
         self.reached.append(before * estimate(self.policy.estimates.here, self.seen[-1]))
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        """Return whether some number of further drafts is expected to gain as many tokens as their seconds give at the
-        best rate. All numbers are tried, since a cheap draft may follow one that takes long. Each later draft is
-        assumed to be accepted as often as the next one. depth, room: as in `policy.Decisions.goes_on`."""
+        """Return whether to draft another token after the draft at `depth` (0-based): whether some number of further
+        drafts is expected to gain as many tokens as their seconds give at the best rate. All numbers are tried, since a
+        cheap draft may follow one that takes long. Each later draft is assumed to be accepted as often as the next one.
+        room: for each row, the largest number of drafts that it can use in this round."""
         if not self.asks:
             return True
         if depth == len(self.decided):  # else it is asked again, after drafts of one pass
@@ -230,14 +237,14 @@ def inputs(rates: Numbers, top: Numbers) -> Numbers:
 
 def estimate(weights: Sequence[float], given: Numbers) -> Numbers:
     """Return the estimated probabilities (A,) that drafts are accepted. weights (INPUTS,): weights of the log odds.
-    given (A, INPUTS): see `inputs`."""
+    given (A, INPUTS): the result of `inputs`."""
     result: Numbers = 1 / (1 + np.exp(-given @ np.array(weights)))
     return result
 
 
 def seconds_of(table: Mapping[int, Sequence[float]], rows: int) -> Numbers:
-    """Return the seconds (K+1,) of a round by draft length, interpolated linearly between the numbers of rows in
-    `table` (see `Adaptive.seconds`). rows: number of rows; below or above all numbers in `table`, the nearest one's
-    seconds are returned."""
+    """Return the seconds (K+1,) of a round that drafts 0 to K tokens. table: these seconds by number of rows; between
+    two numbers they are interpolated linearly. rows: number of rows; below or above all numbers in `table`, the nearest
+    one's seconds are returned."""
     known = sorted(table)
     return np.array([np.interp(rows, known, column) for column in zip(*(table[n] for n in known), strict=True)])

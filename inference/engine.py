@@ -170,10 +170,11 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Iterator[Event]:
-        """Yield the events of one prompt, as each round ends. Other arguments as in `generate`.
+        """Yield the events of one prompt, as each round ends. prompt: one text, list of ids or chat. The other
+        arguments have the meaning that they have in `generate`, for this one prompt.
 
-        Raises RuntimeError if a later call has taken the stream's slots or proposer. Raises RequestError, after the
-        events so far, if the row ends with an error.
+        Raises ValueError as `generate` does. Raises RuntimeError if a later call has taken the stream's slots or
+        proposer. Raises RequestError, after the events so far, if the row ends with an error.
         """
         call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
         for events in self.rounds(call):
@@ -196,8 +197,8 @@ class Engine:
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
     ) -> Call:
-        """Start a call, and return it. It takes over the slots, so an earlier call cannot continue. Arguments as in
-        `generate`.
+        """Start a call, and return it; `rounds` then decodes it. The call takes over the slots, so an earlier call
+        cannot continue. All arguments have the meaning that they have in `generate`.
 
         Raises ValueError as `generate` does, and RuntimeError if a round of this engine is running.
         """
@@ -286,8 +287,8 @@ class Engine:
 
     def target_pass(self, round: DecodingRound, proposal: Proposal) -> Pass:
         """Run one forward of the target over the anchors and all drafts of `proposal`. Returns logits (A, N+1, V),
-        after each row's anchor and after each of its drafts, and the hidden states that the proposer reads: (A, N+1,
-        width) by layer."""
+        after each row's anchor (column 0) and after each of its drafts, and the hidden states that the proposer reads:
+        (A, N+1, width) by layer, with the same columns."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
             drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
@@ -324,8 +325,11 @@ class Engine:
         table: list[list[int]],
     ) -> tuple[list[Event], list[int]]:
         """Append each row's new tokens to its text. Returns the events, and for each row the number of its tokens whose
-        keys and values are valid in the slot. logits (A, N+1, V): of the target pass. table: `result.table` on the
-        host."""
+        keys and values are valid in the slot.
+
+        round: the round that ends. proposal: its drafts. logits (A, N+1, V): of the target pass. result: the
+        verification's result. table: `result.table` as lists on the host.
+        """
         events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):

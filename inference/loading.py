@@ -43,8 +43,8 @@ def load(
     the folder names. settings: further arguments of `Engine`. They replace what the folder says.
 
     Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, for a tree if
-    the kind drafts only chains, and for an adaptive policy of another draft. Raises OSError if the target cannot be
-    loaded. The `load` of the kind's proposer may raise further errors.
+    the kind drafts only chains, for an adaptive policy of another draft, and for a draft that is damaged or does not
+    fit the target. Raises OSError if the target or the draft cannot be read.
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")

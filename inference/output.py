@@ -45,8 +45,8 @@ class Counts:
         return [n / total if total else float("nan") for n, total in zip(self.accepted, self.tried, strict=True)]
 
     def add(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one row. tokens, drafted, accepted: how many tokens the row emitted, drafted and
-        accepted."""
+        """Add one round of one row. tokens: number of tokens that the row emitted. drafted, accepted: numbers of its
+        drafts, and of its accepted drafts."""
         self.tokens += tokens
         self.target_calls += 1
         self._deepen(drafted)
@@ -94,8 +94,8 @@ class Stats(Counts):
             self.times[phase] += 1
 
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
-        """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens,
-        drafted, accepted: how many tokens the row emitted, drafted and accepted."""
+        """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens: number
+        of tokens that the row emitted. drafted, accepted: numbers of its drafts, and of its accepted drafts."""
         self.rows[row].starts.append(self.rows[row].tokens)
         self.add(tokens, drafted, accepted)
         self.rows[row].add(tokens, drafted, accepted)
@@ -201,9 +201,10 @@ class IncrementalDecoder:
 
 
 def pieces(events: Iterable[Event], decode: Callable[[list[int]], str]) -> Iterator[tuple[str, str]]:
-    """Yield pairs (kind, text) as the tokens of one row come. kind: as in `Event.kinds`. A character whose bytes are in
-    several tokens has the kind of its last token; an incomplete character at the end of the text has the kind of the
-    last token. decode: returns the text of a list of ids."""
+    """Yield pairs (kind, text) as the tokens of one row come. events: the row's. kind: "drafted", "corrected" or
+    "bonus", as `Event` defines them. A character whose bytes are in several tokens has the kind of its last token; an
+    incomplete character at the end of the text has the kind of the last token. decode: returns the text of a list of
+    ids."""
     decoder, kind = IncrementalDecoder(decode), ""
     for event in events:
         for token, kind in zip(event.ids, event.kinds, strict=True):

@@ -38,15 +38,16 @@ class Decisions(Protocol):
 
     def idle(self, rows: int, asks: bool) -> bool:
         """Return whether a round of `rows` new rows would draft nothing. Then the draft model need not read their
-        prompts yet (see `Proposer.catches_up`). asks: as in `open`."""
+        prompts yet, if it can read them later (`Proposer.catches_up`). asks: whether the proposer asks after each draft
+        whether to go on (`Proposer.asks`)."""
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         """Begin a round. Return the largest number of drafts per row. rows: indices of the active rows in the call.
         asks: whether the proposer asks after each draft whether to go on (`Proposer.asks`)."""
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
-        """Receive the logits (A, V) that the drafts at `depth` (0-based) are drawn from. temperature (A,): of each
-        row."""
+        """Receive the logits (A, V) that the drafts at `depth` (0-based) are drawn from. temperature (A,): each row's
+        temperature, 0 for greedy."""
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
         """Return whether to draft another token after the draft at `depth` (0-based). room: for each row, the largest

@@ -162,8 +162,14 @@ class PromptReader:
         ids: Sequence[int] | None,
         ignore_eos: bool,
     ) -> list[Request]:
-        """Return one request per prompt. limits: the value of max_new_tokens. Other arguments and errors as in
-        `Engine.generate`."""
+        """Return one request per prompt. limits: the largest number of new tokens, one value or one per prompt;
+        shortened to the target's context. sampling: one setting, or one per prompt. ids: for each prompt, the key of
+        its random numbers; None for hashes of the prompts. ignore_eos: whether the target's end tokens do not end a
+        row.
+
+        Raises ValueError if a prompt has another type, is empty or fills the context; if ids in a prompt or in the
+        settings lie outside the vocabulary; or if a list does not have one entry per prompt.
+        """
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
@@ -224,6 +230,7 @@ class PromptReader:
                 raise ValueError(
                     f"{who}: its features have the shape {tuple(source.shape)}; the encoder reads "
                     + (f"features of shape {self.encoder.features}" if self.encoder.features else "token ids")
+                    + ": give these"
                 )
             return
         if self.encoder.features:
@@ -265,7 +272,7 @@ class PromptReader:
     def _first_ids(self, who: str, ids: Sequence[int] | None) -> Sequence[int]:
         """Return the ids that the decoder's text begins with. ids: the prompt's `decoder_input_ids`; the start token is
         put before them if they lack it, as in transformers. If there are none, return the ids of the generation config.
-        Raises ValueError if it does not give them."""
+        who: names the prompt in errors. Raises ValueError if it does not give them."""
         start = self.encoder.start if self.encoder else None
         if ids:
             return ids if not start or ids[0] == start[0] else [start[0], *ids]
@@ -278,7 +285,8 @@ class PromptReader:
 
     def _encode(self, who: str, prompt: Any) -> list[int]:
         """Return the token ids of one prompt. If a text already begins with the start token, as a rendered chat
-        template does, the start token that the tokenizer adds is removed."""
+        template does, the start token that the tokenizer adds is removed. who: names the prompt in errors. Raises
+        ValueError if this is no single prompt, or if a text has no tokenizer."""
         if isinstance(prompt, Mapping):
             rows = _unpadded(who, prompt)
             if len(rows) != 1:
@@ -297,7 +305,8 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues its text."""
+        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, or if the
+        tokenizer has no chat template."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")
@@ -321,11 +330,11 @@ class PromptReader:
 
 
 def _require_text(who: str, text: str) -> None:
-    """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair."""
+    """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair. who: names the text."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{who}: the text is no valid Unicode: {error}") from error
+        raise ValueError(f"{who}: the text is no valid Unicode ({error}); decode it again from its bytes") from error
 
 
 def content_of(who: str, message: Message) -> str | None:
@@ -392,7 +401,9 @@ def single(prompt: Any) -> list[Any]:
 
 
 def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
-    """Return the rows of ids of a tokenizer's output, without the ids that its attention_mask excludes."""
+    """Return the rows of ids of a tokenizer's output, without the ids that its attention_mask excludes. who: names the
+    prompts in errors. Raises ValueError if there are no input_ids, if several rows of a tensor have no attention_mask,
+    or if its shape differs."""
     if "input_ids" not in encoding:
         raise ValueError(f"{who}: a dict needs input_ids, as a tokenizer returns; this one has {sorted(encoding)}")
     rows = _rows(encoding["input_ids"])
@@ -416,7 +427,8 @@ def _unpadded(who: str, encoding: Mapping[str, Any]) -> list[list[int]]:
 
 def _separate(who: str, encoding: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the prompts for an encoder-decoder in a tokenizer's or a processor's output: one dict per row, of its
-    `input_ids` or `input_features`, and its `decoder_input_ids` if there are any."""
+    `input_ids` or `input_features`, and its `decoder_input_ids` if there are any. who: names the prompts in errors.
+    Raises ValueError for features that are no numbers, and if the numbers of rows differ."""
     if encoding.get("input_features") is not None:
         try:
             features = torch.as_tensor(encoding["input_features"])

@@ -38,8 +38,8 @@ from inference.verify.tree import Tree, likeliest, sampled
 
 
 class Batch:
-    """The settings of the active rows as tensors on the device. vocabulary: number of ids. A new object is made when
-    rows come or go."""
+    """The settings of the active rows as tensors on the device. rows: the A requests. vocabulary: number of ids. A new
+    object is made when rows come or go."""
 
     def __init__(self, rows: Sequence[Request], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
@@ -52,14 +52,15 @@ class Batch:
         self.own = [a for a, one in enumerate(sampling) if one.processors]  # rows with processors of their own
 
     def gumbel_states(self, seed: int) -> Tensor:
-        """Return the states (A,) of the rows' Gumbel noise, see `noise.gumbel_states`. They are computed once."""
+        """Return the states (A,) of the hash after seed and row ids; Gumbel noise is computed from them. They are
+        computed once per seed."""
         if seed not in self.gumbel:
             self.gumbel = {seed: gumbel_states(seed, self.ids)}
         return self.gumbel[seed]
 
     def branch_states(self, seed: int) -> Tensor:
-        """Return the states (A,) of the noise that draws children of trees, see `noise.branch_states`. They are
-        computed once per seed."""
+        """Return the states (A,) of the hash after seed and row ids, for the noise that draws children of trees. They
+        are computed once per seed."""
         if seed not in self.branches:
             self.branches = {seed: branch_states(seed, self.ids)}
         return self.branches[seed]
@@ -96,7 +97,8 @@ class DecodingRound:
 
     rows: the active rows (A). k: largest draft length of each row. rule: the verification rule. noise: the call's
     uniforms. vocabulary: number of token ids. batch: the batch of an earlier round, used again if the rows are the
-    same; None for a new batch. decisions: the decisions of an adaptive policy, None for any other policy.
+    same; None for a new batch. decisions: the decisions of an adaptive policy, None for any other policy. device: of
+    the target.
     """
 
     def __init__(
@@ -127,8 +129,8 @@ class DecodingRound:
         """Copy what this round needs to the device, once; later calls copy only `numbers`. Returns all tensors that
         were copied so far, by name: length, start, offset and read (A,), anchor (A, 1), and `numbers`.
 
-        k: drafts per row, if they differ from the round's k. numbers: further whole numbers to copy, see the function
-        `send`.
+        k: drafts per row, if they differ from the round's k. numbers: further whole numbers to copy, by name: one per
+        row, or a list of equal length per row.
         """
         if self.sent:
             self.sent |= send(self.device, **numbers) if numbers else {}
@@ -162,10 +164,10 @@ class DecodingRound:
     # Distributions
 
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
-        """Return the distributions (A, V) of the next token.
+        """Return the distributions (A, V) of the next token under each row's sampling settings.
 
-        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,). If it is None,
-        logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
+        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order. If it
+        is None, logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
         """
         if drafted is None:
             return self.batch.regimes.probs(logits.to(self.device))
@@ -180,7 +182,7 @@ class DecodingRound:
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):
-        of the draft model. drafted: for each draft so far, its ids (A,)."""
+        the draft model's, after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order."""
         logits = logits.to(self.device)
         if self.batch.penalties:
             x = torch.stack(drafted, 1) if drafted else logits.new_empty(len(self.ids), 0, dtype=torch.int64)
@@ -191,9 +193,9 @@ class DecodingRound:
         return logits
 
     def target_probs(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree | None = None) -> Tensor:
-        """Return the target's distributions p (A, K+1, V). logits (A, K+1, V): after each row's anchor (the last token
-        of its text) and after each draft x (A, K). k: number of drafts of each row; later columns have no meaning.
-        tree: the tree of the drafts, None for a chain."""
+        """Return the target's distributions p (A, K+1, V). logits (A, K+1, V): column 0 comes after each row's anchor
+        (the last token of its text), column i + 1 after draft x[:, i], x (A, K). k: number of drafts of each row; later
+        columns have no meaning. tree: the tree of the drafts, None for a chain."""
         if self.batch.penalties and tree is not None:
             logits = self._penalised_tree(logits, x, k, tree)
         elif self.batch.penalties:
@@ -202,7 +204,7 @@ class DecodingRound:
 
     def branch_scores(self, logits: Tensor, x: Tensor, siblings: Siblings) -> Tensor:
         """Apply the settings that read the text to logits (A, n, V) after n nodes of a tree, and return the new logits.
-        x (A, M): ids drafted so far. siblings: names the n nodes, see `base.Siblings`."""
+        x (A, M): ids drafted so far. siblings: names the n nodes, and the nodes on the path to each."""
         if not self.batch.penalties:
             return logits
         columns = []
@@ -223,9 +225,9 @@ class DecodingRound:
         return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
-        """Apply the settings that read the text to logits (A, N+1, V) after the anchor and after each node of a tree,
-        and return the new logits. Each column reads the text and the drafts on the path to its node. x (A, N), k: as in
-        `_penalised`."""
+        """Apply the settings that read the text to logits (A, N+1, V) after the anchor (column 0) and after each node i
+        of a tree (column i + 1), and return the new logits. Each column reads the text and the drafts on the path to
+        its node. x (A, N): the nodes' ids. k: number of nodes of each row."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
         for node, path in enumerate(_node_paths(tree)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
@@ -247,7 +249,7 @@ class DecodingRound:
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return draft ids (A,) drawn from distributions (A, V). depth: the depth of these drafts (0-based), or one per
         row (A,). The random numbers come from the draft stream at this depth. Under a rule that shares noise, they are
-        those that also draw the target's token."""
+        those that also draw the target's token. probs (A, V): the distributions."""
         rows = slice(None) if isinstance(depth, int) else torch.arange(len(depth), device=depth.device)
         if self.rule.shared:
             return (probs.log() + self._gumbel[rows, depth]).argmax(-1)
@@ -261,16 +263,16 @@ class DecodingRound:
     @property
     def test_noise(self) -> Tensor:
         """Return the random numbers with which the rule tests drafts: uniforms (A, K+1 or more), or Gumbel noise (A,
-        K+1 or more, V) for a rule that shares noise."""
+        K+1 or more, V) for a rule that shares noise. Column j is for draft j (0-based)."""
         return self._gumbel if self.rule.shared else self._numbers[ACCEPT - 1]
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         """Return the ids of children (A, n, m) of n nodes of a tree, and the distributions (A, n, m, V) that they were
-        drawn from (NaN for a node without a distribution). See `base.Round.children`.
+        drawn from (NaN for a node without a distribution).
 
-        logits (A, n, V): after the nodes. x (A, M): ids drafted so far. siblings: names the n nodes. Children are
-        sampled without replacement. Rows of temperature 0, or all rows if `likeliest`, get the likeliest tokens with
-        one-hot distributions.
+        logits (A, n, V): after the nodes. x (A, M): ids drafted so far. siblings: names the n nodes; m is its `most`.
+        Children are sampled without replacement, in the order of verification. Rows of temperature 0, or all rows if
+        `likeliest`, get the likeliest tokens with one-hot distributions.
         """
         scores = self.branch_scores(logits.to(self.device), x.to(self.device), siblings)
         m, regimes = siblings.most, self.batch.regimes
@@ -287,7 +289,8 @@ class DecodingRound:
 
     def inner(self, depths: int) -> Tensor | None:
         """Return uniforms (3, A, depths) for the inner rounds that a proposer verifies itself, or None if the rule
-        shares noise. They are keyed by the start of this round, as block verification needs (see `sampling.noise`)."""
+        shares noise. Their key has the start of this round. Block verification reads numbers past the token at which it
+        stops; without the start, the next round would use these numbers again, and the text would be biased."""
         if self.rule.shared:
             return None
         depth = torch.arange(depths, device=self.device)
@@ -310,7 +313,8 @@ class DecodingRound:
 
     @cached_property
     def _gumbel(self) -> Tensor:
-        """Return the Gumbel noise (A, K+1, V) that draft and target share, by position."""
+        """Return the Gumbel noise (A, K+1, V) that draft and target share; column j is for the token at depth j
+        (0-based)."""
         start, depth = self.send()["start"], torch.arange(self._numbers.shape[-1], device=self.device)
         return gumbel_after(self._states, start.unsqueeze(1) + depth, self.vocabulary)
 
@@ -319,9 +323,10 @@ class DecodingRound:
         return self.batch.gumbel_states(self.noise.seed)
 
     def _gumbel_of(self, keys: Tensor, depth: int) -> Tensor:
-        """Return the Gumbel noise (A, n, V) that draws the children of n nodes. keys (n,): the nodes' keys. depth: the
-        depth that all these nodes have. Each node has its own noise. Under a rule that shares noise, all nodes at a
-        depth use the noise of the target at that position, (A, 1, V)."""
+        """Return the Gumbel noise (A, n, V) that draws the children of n nodes. keys (n,): for each node, its column in
+        a pass (0 for the anchor, i + 1 for node i). depth: the depth that all these nodes have. Each node has its own
+        noise. Under a rule that shares noise, all nodes at a depth use the noise of the target at that position, (A, 1,
+        V)."""
         if self.rule.shared:
             depth = min(depth, self._gumbel.shape[1] - 1)  # deeper than any row drafts
             return self._gumbel[:, depth : depth + 1]
@@ -338,7 +343,13 @@ class DecodingRound:
     # The round as a function of tensors, see `models.replay`
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round as a function of tensors, or None if it is none. Arguments as in `base.Round.pure`."""
+        """Return the round as a function of the tensors that it reads, or None if it reads anything else (as the user's
+        processors do).
+
+        depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
+        the settings are. simple: whether to return a round that depends only on uniforms and temperatures; None is
+        returned if distributions or draws depend on other settings. trees: whether the proposer draws children.
+        """
         regimes, penalties = self.batch.regimes, self.batch.penalties
         if simple:
             greedy = greedy or not any(regimes.temperatures)

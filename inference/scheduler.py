@@ -28,9 +28,11 @@ from inference.source import like
 
 @dataclass
 class Call:
-    """The state of one call of `generate` or `stream`. rows: all requests. waiting: requests whose prompts are not
-    stored yet. staged: triples of a request whose prompt is stored in a spare slot, that slot, and the ids of the
-    prompt that the draft model has read. active: requests being decoded, by slot."""
+    """The state of one call of `generate` or `stream`. rows: all requests. proposer: makes the drafts, None for plain
+    decoding. noise: the call's random numbers. waiting: requests whose prompts are not stored yet. staged: triples of a
+    request whose prompt is stored in a spare slot, that slot, and the ids of the prompt that the draft model has read.
+    active: requests being decoded, by slot. batch: the settings of the active rows. decisions: those of an adaptive
+    policy, else None."""
 
     rows: list[Request]
     proposer: Proposer | None
@@ -60,8 +62,9 @@ class Call:
         return prompts
 
     def lengths(self, policy: Policy) -> list[int]:
-        """Return the draft length of each active row: the policy's, shortened to the row's limit; 0 for a row that is
-        decoded without drafts. Raises ValueError unless the policy gives one whole number >= 0 per row."""
+        """Begin a round: return the draft length of each active row. It is the policy's choice, shortened to the row's
+        limit; 0 for a row that is decoded without drafts. An adaptive policy chooses through the call's `decisions`.
+        Raises ValueError unless the policy gives one whole number >= 0 per row."""
         if not self.proposer:
             return [0] * len(self.active)
         if self.decisions:
@@ -86,7 +89,7 @@ _PROPOSING: WeakValueDictionary[int, Call] = WeakValueDictionary()
 
 
 class Slots:
-    """The slots of a target, and those of the current call's proposer."""
+    """The slots of a target, and those of the current call's proposer. target: its LM, whose cache has the slots."""
 
     def __init__(self, target: LM) -> None:
         self.target = target

@@ -20,7 +20,8 @@ PARTS = 3  # floats of a draft: p, q, u
 
 
 class RoundRecorder(Protocol):
-    """Hooks that an engine calls while it decodes, see `Engine(record=)`. The hooks must not change their arguments."""
+    """Hooks that an engine calls while it decodes, if it was made with `Engine(record=)`. The hooks must not change
+    their arguments."""
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
         """Begin a call with these rows. rule: the name of the verification rule."""
@@ -32,7 +33,8 @@ class RoundRecorder(Protocol):
         active in it.
 
         starts: for each row, the number of tokens that it had emitted before the round. proposal: the drafts. table:
-        the table of `verification.RoundResult`, as lists on the host; its last columns are those of `trace`.
+        the table of `verification.RoundResult`, one line per row, as lists on the host; its last columns have p, q and
+        u of each draft (`trace`).
         """
 
 
@@ -61,7 +63,8 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 
     p (A, N+1, V): the target's probabilities. u (A, N or fewer): the uniforms that the drafts are tested with; None if
     the rule uses no uniforms. length (A,): number of each row's drafts that had distributions. path (A, D): the
-    accepted nodes of a tree, None for a chain. Entries after a row's last draft have no meaning.
+    accepted nodes of a tree, None for a chain. Entries after a row's last draft have no meaning. proposal: the drafts,
+    N per row.
     """
     x, rows = proposal.x, torch.arange(len(p), device=p.device).unsqueeze(1)
     ids, node = x.clamp(0, p.shape[-1] - 1), torch.arange(x.shape[1], device=p.device)
@@ -78,15 +81,18 @@ def trace(p: Tensor, proposal: "Proposal", u: Tensor | None, length: Tensor, pat
 def traced_rows(
     rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
 ) -> list[TracedRow]:
-    """Return the rows of a round, one `TracedRow` per active row. Arguments as in `RoundRecorder.note`."""
+    """Return the rows of a round, one `TracedRow` per active row. starts: for each row, the number of tokens that it
+    had emitted before the round. proposal: the drafts. table: one line per row, as lists on the host, with the columns
+    of `trace` at the end."""
     N, tree = proposal.x.shape[1], proposal.tree is not None
     lines = zip(rows, starts, table, strict=True)
     return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
 
 
 def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """Return a `TracedRow` from the row's line of the table. N: number of drafts in the line. tree: whether they form a
-    tree."""
+    """Return a `TracedRow` from the row's line of the table. prompt: index of the row's prompt in the call. start:
+    number of tokens that the row had emitted before the round. emitted: number of tokens that the round added. N:
+    number of drafts in the line. tree: whether they form a tree."""
     accepted, last = line[0], line[1]
     depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
     traced = line[COLUMNS + depth :]

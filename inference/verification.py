@@ -42,8 +42,9 @@ def verify(
     """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, compiled, or
     directly.
 
-    logits (A, N+1, V): the target's, after each row's anchor (the last token of its text) and after each draft. asked
-    (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to the table.
+    logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
+    after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
+    the table. proposal: the drafts, N per row.
     """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
@@ -59,7 +60,12 @@ def verify(
 def verified(
     round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
 ) -> RoundResult:
-    """Return what `verify` returns, computed by tensor operations only. Arguments as in `verify`."""
+    """Verify the drafts of a round by tensor operations only, and return the result.
+
+    logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
+    after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
+    the table. proposal: the drafts, N per row.
+    """
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -99,8 +105,8 @@ def round_result(
 
 def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, n: int) -> str:
     """Return a message that says why a row has no distribution after its n accepted drafts. row: index among the active
-    rows. logits (A, N+1, V): of the target pass. path (A, D): the accepted nodes of a tree, None for a chain. This
-    reads from the device."""
+    rows. logits (A, N+1, V): of the target pass; column 0 comes after the anchor, column i + 1 after draft i. path (A,
+    D): the accepted nodes of a tree, None for a chain. This reads from the device."""
     if row in round.messages:
         return round.messages[row]
     position = f"after {len(round.texts[row])} tokens"
@@ -115,7 +121,7 @@ def reason(round: DecodingRound, row: int, logits: Tensor, path: Tensor | None, 
 
 
 def column_of(path: Tensor | None, slot: int, n: int) -> int:
-    """Return the column (0-based) of the target pass that comes after the last accepted draft of a row. slot: index
-    among the active rows. path (A, D): the accepted nodes of a tree, None for a chain. n: number of accepted drafts of
-    the row. This reads from the device if there is a path."""
+    """Return the column of the target pass that comes after the last accepted draft of a row: 0 for the anchor, i + 1
+    for draft i. slot: index among the active rows. path (A, D): the accepted nodes of a tree, None for a chain. n:
+    number of accepted drafts of the row. This reads from the device if there is a path."""
     return n if path is None else int(path[slot].amax()) + 1

@@ -33,8 +33,9 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary file that becomes `path` when the `with` block ends without an exception. Raises what
-    `write_atomic` raises."""
+    """Yield a temporary file that becomes `path` when the `with` block ends without an exception. If the block or the
+    writing fails, the old file stays untouched and the exception is raised. If the disk is full, this is an OSError
+    that names `path`."""
     real = _real_path(path)
     new = _temporary(real, "new")
     try:
@@ -95,7 +96,7 @@ def _refuse(real: Path, replace: bool) -> None:
             errno.ENOTDIR, "cannot write a folder here: a file has this name; give another path", str(real)
         )
     if not replace and real.is_dir() and any(real.iterdir()):
-        raise FileExistsError(errno.EEXIST, "the folder exists and is not empty", str(real))
+        raise FileExistsError(errno.EEXIST, "this folder is not empty: empty it, or give another path", str(real))
 
 
 def _flush(new: Path) -> None:

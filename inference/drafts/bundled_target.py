@@ -27,7 +27,8 @@ def resolve(path: str, key: str = "target.path") -> str:
     or a name in `PACKAGED` it is the folder of the dequantised model in the cache, written if it is missing. Any other
     path is returned unchanged. key: the setting that has the path, for messages.
 
-    Raises FileNotFoundError if a bundled target is missing, and what `gguf_file` and `dequantised` raise.
+    Raises FileNotFoundError if a bundled target is missing. Raises ValueError if a GGUF file is missing, cannot be read
+    or has another hash than its package, or if a package that it needs is not installed.
     """
     if path not in BUNDLED:
         file = gguf_file(path, key)
@@ -48,8 +49,8 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     the key and the working directory. For a name that may be a repository, this calls `reach_hub`.
 
     key: the setting that has the path. what: names what the path should be, for the message. A valid name of a
-    repository counts as a mistyped path if its first part is an existing folder, or if a similar path exists. It does
-    not if the repository's config.json is in the hub's cache.
+    repository counts as a mistyped path if its first part is an existing folder, or if a similar path exists. If the
+    repository's config.json is in the hub's cache, the name does not count as mistyped.
     """
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return

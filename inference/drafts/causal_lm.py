@@ -42,8 +42,9 @@ MARKOV_HEAD = Part((MARKOV,), put_markov_head)
 
 
 class CausalLM:
-    """The network class of draft folders with a causal LM or an encoder-decoder (see `Proposer.network_class`). It has
-    no instances: the networks that it makes are of transformers' own classes."""
+    """The network class of draft folders with a causal LM or an encoder-decoder (`Proposer.network_class`). It has no
+    instances: calling it, or `from_pretrained`, returns a network of transformers' own class. parts: the modules that
+    such networks may have in addition."""
 
     config_class = AutoConfig
     parts: tuple[Part, ...] = (SMALL_HEAD, MARKOV_HEAD)  # in the order in which they are put
@@ -77,8 +78,9 @@ class CausalLM:
         """Return the network in a folder or on the hub, with this project's modules. It is loaded from safetensors.
 
         output_loading_info: whether to return (network, report) instead; transformers' loading report then covers these
-        modules' tensors too. options: arguments of transformers' `from_pretrained`. Raises ValueError if the config
-        does not describe a module properly.
+        modules' tensors too. options: arguments of transformers' `from_pretrained`. path: the folder or hub id. dtype:
+        of the weights; "auto" for the checkpoint's own. Raises ValueError if the config does not describe a module
+        properly.
         """
         code = {"trust_remote_code": options.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(path, **code)
@@ -112,14 +114,14 @@ def folder_of(path: str | Path) -> Path:
 
 
 def tensors_of(path: str | Path) -> dict[str, Tensor]:
-    """Return all tensors in the safetensors files of a folder or hub id, by name."""
+    """Return all tensors in the safetensors files of a folder or hub id, by name, on the CPU."""
     return {name: value for file in weight_files(folder_of(path)) for name, value in load_file(file).items()}
 
 
 @torch.no_grad()
 def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor], info: dict[str, Any]) -> None:
     """Copy the tensors `ours` into this project's modules, whose names begin with one of `own`. Missing, mismatched and
-    unexpected tensors are added to `info` (transformers' loading report), in place."""
+    unexpected tensors are added to `info` (transformers' loading report), in place. network: has the modules."""
     wanted = {name: tensor for name, tensor in network.state_dict().items() if name.startswith(own)}
     missing = {name for name in info["missing_keys"] if not name.startswith(own)}
     info["missing_keys"] = missing | (wanted.keys() - ours.keys())

@@ -67,8 +67,8 @@ def hash_weights(path: str, adapter: str | None = None) -> str | None:
     """Return a hash of a target's weights, in hexadecimal, read from its files, or None if they cannot be read. It
     raises no error; loading the target reports what is wrong with the files.
 
-    path: as in `resolve`; for a hub id, the files in the hub's cache are read. adapter: the folder or hub id of a PEFT
-    adapter, whose weights are hashed too.
+    path: a folder, a hub id, a GGUF file, or the name of a bundled or packaged target; for a hub id, the files in the
+    hub's cache are read. adapter: the folder or hub id of a PEFT adapter, whose weights are hashed too.
 
     The hash covers the names, dtypes and shapes of all tensors and the middle `BLOCK` bytes of at most `BLOCKS` of
     them, so it takes less than a second for any size. It depends on the dtype of the files, but not on how many files
@@ -117,7 +117,9 @@ def _stored(file: Path) -> dict[str, tuple[bytes, int, int]]:
 def _read(opened: FileIO, begin: int, size: int) -> bytes:
     opened.seek(begin)
     if len(block := opened.read(size)) != size:
-        raise ValueError(f"{opened.name}: {size} bytes expected at {begin}, but only {len(block)} are there")
+        raise ValueError(
+            f"{opened.name}: {size} bytes expected at {begin}, but only {len(block)} are there: copy the file again"
+        )
     return block
 
 

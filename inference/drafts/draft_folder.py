@@ -112,7 +112,7 @@ class ServedAs:
     checkpoint's, or float32 on a CPU that would emulate it. quantisation: of the target's weights. prompt_tokens: the
     largest number of tokens of a measured prompt. messages: whether the prompts are lists of messages. template:
     arguments of the chat template that renders messages. chat: the setting `data.chat`: whether rows without messages
-    are rendered too, each as one message; None for its default.
+    are rendered too, each as one message; None for its default. Raises ValueError naming a wrong key and its value.
     """
 
     verify: str = "token"
@@ -207,8 +207,9 @@ class Metadata:
 
         target: name of the target to serve. If the draft was trained for an adapter, this target includes it, so the
         adapter is removed. If the target's weights are not those that the draft was trained for, `origin` gets two
-        keys: `learnt_from`, the old target's name, and `warning`, the sentence of `other_weights`. k: draft length of
-        chains; the tree is then removed. objective: see the class.
+        keys: `learnt_from`, the old target's name, and `warning`, a sentence that says so. k: draft length of chains,
+        in tokens; the tree is then removed. objective: "sampled" or "greedy", the acceptance that the draft was trained
+        for.
         """
         merged = target and self.origin.get("adapter")
         origin = {**self.origin, "adapter": None} if merged else self.origin
@@ -228,7 +229,8 @@ class Metadata:
 
 def other_weights(metadata: Metadata | None, path: str, adapter: str | None = None) -> str | None:
     """Return a sentence if a target's weights or their dtype differ from those that a draft was trained for, else None.
-    path, adapter: of the target, see `hash_weights`.
+    metadata: the draft's. path: the target's folder, hub id, file or name. adapter: the folder or hub id of the
+    target's PEFT adapter, None for none.
 
     Also return None if the metadata have no hash of weights, if the target cannot be read, and if only one of draft and
     target has an adapter (it may have been merged).
@@ -246,7 +248,8 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
 
 
 def other_report(folder: Path, metadata: Metadata | None) -> str | None:
-    """Return a sentence if a folder's report is missing or was changed, else None."""
+    """Return a sentence if a folder's report.json is missing or was changed since it was written, else None. metadata:
+    the folder's, which has the report's hash; None or a missing hash gives None."""
     file = folder / REPORT
     if metadata is None or metadata.report is None or (file.is_file() and digest(file) == metadata.report):
         return None
@@ -275,9 +278,12 @@ def save(
     """Write a draft folder atomically, and return its path. If the process stops at any moment, the old folder remains
     complete.
 
-    model, tokenizer, metadata, report: see `write`. replace: whether a folder with files may be replaced. prompts: the
-    contents of `prompts.jsonl`; "" to write no such file. Raises FileExistsError if the folder contains files and
-    `replace` is off, and what `write` raises.
+    model: the draft, saved in its own dtype. tokenizer: None to write no tokenizer. metadata: the contents of
+    `cotrain.json`; the report's hash is added. report: the contents of report.json, None to write no report. replace:
+    whether a folder with files may be replaced. prompts: the contents of `prompts.jsonl`; "" to write no such file.
+
+    Raises FileExistsError if the folder contains files and `replace` is off, and ValueError if weights are not finite
+    or if the tokenizer is not the target's.
     """
     with new_folder(Path(folder), replace=replace) as new:
         write(model, tokenizer, new, metadata, report)
@@ -365,7 +371,7 @@ def read(folder: str | Path) -> Folder:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}")
+        raise FileNotFoundError(f"there is no folder {path}: give the path of a draft folder")
     if not (path / CONFIG).is_file():
         inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
         raise FileNotFoundError(
@@ -465,13 +471,14 @@ def load_draft(
     """Return a draft's network in eval mode on the CPU, its tokenizer and its metadata. The last two are None if the
     folder lacks them.
 
-    dtype: of the network; None for the folder's. network: the network class, `Proposer.network_class` of the folder's
-    kind. target: the result of `hash_target` for the target to serve, None to skip its checks. A different tokenizer is
-    an error; a different shape is a warning. Code in the folder runs only with `trust_remote_code`.
+    dtype: the network's dtype; None for the dtype in the folder. network: the network class that the folder must have
+    (`Proposer.network_class` of its kind). target: the hashes of the target to serve (the result of `hash_target`),
+    None to skip its checks. A different tokenizer is an error; a different shape is a warning. Code in the folder runs
+    only with `trust_remote_code`.
 
-    Raises what `read` raises. Raises ValueError naming the file if the kind has another network class, and if the
-    tokenizer is broken or not the target's. Raises it also if weights are pickled, truncated, missing or not finite, or
-    have other shapes than config.json says.
+    Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError naming the file if its
+    JSON or a key is wrong, if the kind has another network class, and if the tokenizer is broken or not the target's.
+    Raises it also if weights are pickled, truncated, missing or not finite, or have other shapes than config.json says.
     """
     draft = read(folder)
     require_class(draft, network)
@@ -488,7 +495,8 @@ def load_draft(
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes."""
+    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes.
+    draft: the folder."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     if draft.metadata is None:
@@ -518,7 +526,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
             path, config=config, local_files_only=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # the Rust tokenizers raise plain `Exception`
-        raise ValueError(f"{path}: its tokenizer files cannot be read: {error}") from error
+        raise ValueError(
+            f"{path}: its tokenizer files cannot be read ({error}): copy the target's into the folder"
+        ) from error
 
 
 def _same_tokenizer(

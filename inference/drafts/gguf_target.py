@@ -105,7 +105,8 @@ def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Pa
 
 def about(path: str) -> dict[str, Any] | None:
     """Return facts about a target in a GGUF file, for a draft's card: the keys file, name, quantisation and sha256.
-    Return None for a target that is not in a GGUF file. Raises what `gguf_file` and `dequantised` raise."""
+    Return None for a target that is not in a GGUF file. Raises ValueError if the file is missing, cannot be read or has
+    another hash than its package, or if a package that it needs is not installed."""
     file = gguf_file(path)
     if file is None:
         return None

@@ -22,9 +22,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is broken: {error}") from error
+        raise ValueError(f"{file} is broken: {error}: copy or make the file again") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{file} must hold a JSON object, not a {type(value).__name__}")
+        raise ValueError(f"{file} must hold a JSON object, not a {type(value).__name__}: copy or make the file again")
     return value
 
 
@@ -47,9 +47,9 @@ def load_weights(
     """Return the model in a folder, in eval mode; the problems of its weights, one sentence each; and the names of
     surplus tensors, which the config does not use.
 
-    dtype: of the model; None for the folder's. network: the class of the model. Problems are tensors that are missing
-    or not finite, wrong shapes, and wrong ids of a pruned head. Raises FileNotFoundError or ValueError, naming the
-    file, if the weights cannot be read.
+    dtype: the model's dtype; None for the dtype in the folder. trust_remote_code: whether code in the folder may run.
+    network: the class of the model. Problems are tensors that are missing or not finite, wrong shapes, and wrong ids of
+    a pruned head. Raises FileNotFoundError or ValueError, naming the file, if the weights cannot be read.
     """
     files = weight_files(path)
     with building(path, network):
@@ -87,13 +87,13 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     """Return the safetensors files of a folder, after checking that each file is as long as its header says.
 
     name: name of the file. If the weights are in several files, an index named `<name>.index.json` lists them. Raises
-    FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged.
+    FileNotFoundError if a file is absent, and ValueError if weights are pickled or a file is damaged. path: the folder.
     """
     index = path / f"{name}.index.json"
     if not (path / name).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if not names or any(part != Path(part).name for part in names):
-            raise ValueError(f"{index}: weight_map must name files of this folder, not {names}")
+            raise ValueError(f"{index}: weight_map must name files of this folder, not {names}: copy the folder again")
         files = [path / part for part in names]
     else:
         files = [path / name]
@@ -124,12 +124,12 @@ def _whole(file: Path) -> None:
             raise ValueError(
                 f"{pickled[0]} is pickled, and weights are read from safetensors only: save them as {file.name}"
             )
-        raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
+        raise FileNotFoundError(f"{file.parent}: {file.name} is missing: copy the folder again, or give another")
     try:
         with safe_open(file, "pt"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{file} is damaged or cut short: {error}") from error
+        raise ValueError(f"{file} is damaged or cut short ({error}): copy it again") from error
 
 
 def require_sound(model: PreTrainedModel, where: str) -> None:
@@ -147,4 +147,6 @@ def require_finite(model: PreTrainedModel, where: str) -> None:
         # 8-bit floats have no isfinite
         values = tensor.float() if tensor.itemsize == 1 else tensor
         if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"{where}: tensor {name} holds NaN or infinity in {tensor.dtype}")
+            raise ValueError(
+                f"{where}: tensor {name} holds NaN or infinity in {tensor.dtype}: give other weights, or a wider dtype"
+            )

@@ -32,7 +32,7 @@ POSITIONS, LAST = 128, 32  # tokens compared per text, and how many of them are 
 
 @dataclass(frozen=True)
 class LogitsCheck:
-    """The result of check (d), that the engine's logits agree with transformers' own forward (see `verdict`).
+    """The result of check (d): how far the engine's logits are from the logits of transformers' own forward.
 
     tokens: number of tokens compared. first, last: the range of their positions, counting the prompt. All other numbers
     are distances, in units of the logits' root mean square. one: root mean square, over the compared tokens, of the
@@ -76,7 +76,7 @@ def check_logits(
     lm: the LM of the engine under test; its slots are overwritten. prompts, texts: the ids of each prompt, and the new
     ids after it. width: ids per row of a verifying pass. tree: the parents of the tree that the engine drafts, None for
     chains. The passes run over as many texts as `lm` has rows, but at least three if there are so many. Up to four of
-    these texts are compared, at the tokens that `spread` selects.
+    these texts are compared: a short text at all its tokens, a long one at a selection (`spread`).
     """
     chosen = range(min(max(lm.rows, FEW - 1), len(texts)))
     prompts, texts = [prompts[i] for i in chosen], [texts[i] for i in chosen]
@@ -114,7 +114,7 @@ def spread(length: int) -> list[int]:
 def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: list[int], moved: bool = False) -> Tensor:
     """Return the logits (n, V) that predict n tokens of a text, from transformers' own forward of the whole text
     without a cache. at: the indices of these tokens in `text`. moved: whether to change each number of the embeddings
-    by one unit in its last place, up or down."""
+    by one unit in its last place, up or down. prompt, text: token ids of the prompt, and the new ids after it."""
     ids = torch.tensor([prompt + text[:-1]], device=model.device)
     at, inputs = [len(prompt) - 1 + token for token in at], own_inputs(model, ids, source_in_text(prompt))
     if not moved:
@@ -144,7 +144,8 @@ def _passes(
 ) -> Tensor:
     """Return the distances (n,) between the logits of the engine's passes and the logits `right`, one per compared
     token. The passes read `width` ids, or trees. at, right: by text number, the compared tokens and their logits (n,
-    V). block: the largest number of tokens in memory at once."""
+    V). block: the largest number of tokens in memory at once. prompts, texts: the ids of each prompt, and the new ids
+    after it. tree: the parents of the trees, None for chains."""
     parts = []
     for part in teacher_forced(lm, prompts, texts, Sampling(), block=block, width=width, tree=tree):
         for a, i in enumerate(part.rows):

@@ -61,7 +61,7 @@ class Figures:
 
     def first(self, values: Tensor) -> Tensor:
         """Return the values (B, T) for the first draft of the round that starts at each token. values: (B, T), or (B,
-        T, K) by depth."""
+        T, K) by depth, in the shape of `logq`."""
         if values.ndim == 2:
             return values
         return values[..., 0] if values.shape[-1] else torch.zeros_like(self.logp)
@@ -73,8 +73,9 @@ class Figures:
 
 
 class Expected(NamedTuple):
-    """The expected number of target calls, which follows from p and q on the texts. calls: of all texts together.
-    variance: the variance of `calls`. prefix, conditional: acceptance by depth, see `Counts`."""
+    """What p and q predict for the texts. calls: the expected number of target calls, for all texts together. variance:
+    the variance of this number. prefix[i]: P(a round accepts its first i + 1 drafts). conditional[i]: P(draft i,
+    0-based, is accepted | all before it were)."""
 
     calls: float
     variance: float
@@ -88,9 +89,10 @@ class CallsCheck:
 
     tokens: number of tokens in the texts. measured, predicted: number of target calls. near: number of deterministic
     drafts that rounding could change. sigma: standard deviation of `predicted`; its variance comes from random
-    acceptance, plus 1 for each of the `near` drafts. prefix, conditional: predicted acceptance by depth. rare: number
-    of rare rounds, see `rare_rounds`. rare_expected: the expected number of rare rounds. A wrong residual or a wrong q
-    changes `rare` first.
+    acceptance, plus 1 for each of the `near` drafts. prefix, conditional: predicted acceptance by depth (`Expected`),
+    None if it was not predicted. rare: number of rounds whose number of accepted drafts has a probability below RARE,
+    given the text. rare_expected: the expected number of such rounds. A wrong residual or a wrong q changes `rare`
+    first.
     """
 
     tokens: int
@@ -173,8 +175,8 @@ def _sigmas(difference: float, sigma: float, scale: float) -> float:
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
-    """Return the result of check (b) for texts decoded under `rule`, or None if target calls depend on the noise that
-    generated the text. figures: of these texts."""
+    """Return the result of check (b) for texts decoded under `rule`, or None if acceptance under the rule depends on
+    the noise that generated the text. figures: the numbers of target and draft at every token of these texts."""
     forecast, reach = expected(figures, rule), rounded_reach(figures, rule)
     if forecast is None or reach is None:
         return None
@@ -195,15 +197,18 @@ def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsChec
 
 def check_depth(figures: Figures, texts: Emitted) -> DepthCheck | None:
     """Return the result of check (c), from alpha = sum_v min(p, q) at the starts of rounds. Return None if no round
-    drafted. If rounding decides the draft at a start, its alpha is counted as 1. figures: of these texts.
+    drafted. If rounding decides the draft at a start, its alpha is counted as 1. figures: the numbers of target and
+    draft at every token of these texts.
 
-    Raises ValueError if the counts do not belong to the texts.
+    Raises ValueError if the counts and the figures do not have the same number of rounds that drafted, since they then
+    come from different runs.
     """
     at = started(figures, texts)
     rounds = int(at.sum())
     if rounds != sum(sum(row.drafted[:1]) for row in texts.counts):
         raise ValueError(
-            "exactness: the counts do not belong to these texts under this policy and limit: give those of one timing"
+            f"exactness: by the figures {rounds} rounds drafted, by the counts another number: give texts and counts "
+            "of one timing, with its policy and limit"
         )
     if rounds == 0:
         return None
@@ -226,7 +231,8 @@ def prob_at_least(count: int, probs: Tensor) -> float:
 
 
 def started(figures: Figures, texts: Emitted) -> Tensor:
-    """Return a bool tensor (B, T): whether a round of the run started at each token and drafted."""
+    """Return a bool tensor (B, T): whether a round of the run started at each token and drafted. figures: of the texts,
+    with the draft lengths `k`. texts: with the starts of their rounds."""
     starts = torch.zeros_like(figures.k, dtype=torch.bool)
     for row, counts in zip(starts, texts.counts, strict=True):
         row[counts.starts] = True
@@ -234,9 +240,8 @@ def started(figures: Figures, texts: Emitted) -> Tensor:
 
 
 def expected(figures: Figures, rule: Rule | str) -> Expected | None:
-    """Return the expected target calls of the texts under a rule, and acceptance by depth (see
-    `inference.verify.predict_chain`), or None if acceptance under the rule depends on the noise that generated the
-    text."""
+    """Return the expected target calls of the texts under a rule, their variance, and acceptance by depth. Return None
+    if acceptance under the rule depends on the noise that generated the text. rule: a rule or its name."""
     reach, lengths = reach_of(figures, rule), figures.lengths
     if reach is None:
         return None
@@ -255,7 +260,8 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
     if figures.reach is not None:
         if most is not None:
             raise ValueError(
-                "most must be None for trees, since their figures are for the tree that ran; measure.tree_shapes has "
+                f"most={most}: for trees most must be None, since their figures are for the tree that ran; "
+                "measure.tree_shapes has "
                 "figures for other trees"
             )
         return figures.reach
@@ -264,8 +270,9 @@ def reach_of(figures: Figures, rule: Rule | str, most: int | None = None) -> Ten
 
 
 def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
-    """Return the reach (B, T, K+1) of chains of at most `most` drafts, see `reach_of`. For a rule whose acceptance
-    depends on the random numbers that made the text, return the reach under the token rule."""
+    """Return the reach (B, T, K+1) of chains: P(a round that starts at token t accepts at least n drafts | the text).
+    For a rule whose acceptance depends on the random numbers that made the text, return the reach under the token rule.
+    most: the largest number of drafts per round."""
     reach = reach_of(figures, rule, most)
     if reach is None:
         reach = reach_of(figures, "token", most)
@@ -274,9 +281,10 @@ def predictable_reach(figures: Figures, rule: Rule | str, most: int) -> Tensor:
 
 
 def rounded_reach(figures: Figures, rule: Rule | str) -> Tensor | None:
-    """Return the reach (B, T, K+1): the mean of `reach_of` over random changes of log q that are as large as the run's
-    rounding. This matters if the draft is nearly the target: rounding alone then decides whether drafts can be
-    rejected. Return None if `reach_of` does; for trees, return `reach_of` itself."""
+    """Return the reach (B, T, K+1), P(a round that starts at token t accepts at least n drafts | the text), as a mean
+    over random changes of log q that are as large as the run's rounding. This matters if the draft is nearly the
+    target: rounding alone then decides whether drafts can be rejected. For trees, return the reach without such
+    changes. Return None if acceptance under the rule depends on the noise that generated the text."""
     if not figures.rounding or figures.reach is not None:
         return reach_of(figures, rule)
     generator, parts = torch.Generator().manual_seed(0), []
@@ -291,7 +299,7 @@ def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, f
     probability below RARE, given the text. reach (B, T, K+1): `rounded_reach` under the run's rule.
 
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
-    residual has no mass there.
+    residual has no mass there. figures: the numbers of target and draft at every token of the texts.
     """
     chances = reach - F.pad(reach[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
     seldom = chances < RARE

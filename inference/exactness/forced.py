@@ -33,9 +33,10 @@ from inference.verify.tree import depths_of, ranks_of
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
     """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
 
-    Draft lengths follow from the engine's policy and `max_new_tokens`. Each token costs a target pass over k + 1 ids,
-    or over a tree. The engine's slots are overwritten, so a stream of the engine cannot continue. max_new_tokens: limit
-    of the run. noise: the largest change of a gap between two scores that rounding causes, see `ties.compare_passes`.
+    texts: what the engine emitted. sampling: the settings of that run. max_new_tokens: its limit. Draft lengths follow
+    from the engine's policy and this limit. noise: the largest change, by rounding, of the gap between two scores; it
+    decides which tokens count as near a tie. Each token costs a target pass over k + 1 ids, or over a tree. The
+    engine's slots are overwritten, so a stream of the engine cannot continue.
     """
     lengths = torch.tensor([len(text) for text in texts.tokens])
     B, T = len(texts.tokens), int(lengths.max())
@@ -77,7 +78,7 @@ def rounds_along(
     engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, low: int = 0, noise: float = 0.0
 ) -> Iterator[Along]:
     """Yield forced rounds of as many texts as the engine has rows, beginning with text number `low`. There is one round
-    for each token of the longest text. noise: given to `ForcedRound.force` as `gap`."""
+    for each token of the longest text. noise: the largest gap between two scores that rounding could close."""
     part = slice(low, low + engine.rows)
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
@@ -92,8 +93,8 @@ def rounds_along(
 
 
 def _round(engine: Engine, run: Call, tokens: Sequence[list[int]], noise: float, low: int) -> Along:
-    """Run one forced round of the active rows. tokens: all new tokens of each row's text. noise: given to
-    `ForcedRound.force` as `gap`. low: number of the first text."""
+    """Run one forced round of the active rows. tokens: all new tokens of each row's text. noise: the largest gap
+    between two scores that rounding could close. low: number of the first text."""
     target, k = engine.target, run.lengths(engine.policy)
     round = ForcedRound(run.active, k, engine.rule, run.noise, target.vocabulary, target.device, run.batch)
     run.batch = round.batch
@@ -160,9 +161,9 @@ class ForcedRound(DecodingRound):
 
 
 class _RoundFigures(NamedTuple):
-    """The figures (see `Figures`) of one forced round. rows (A,): the numbers of the texts. logp, near_p, k (A,): of
-    the round's first token. logq, alpha, near_q (A, K): of the drafts, by depth. reach (A, D+1): for trees, else None.
-    """
+    """The numbers of one forced round that `Figures` has at every token. rows (A,): the numbers of the texts. logp,
+    near_p, k (A,): of the round's first token. logq, alpha, near_q (A, K): of the drafts, by depth. reach (A, D+1): for
+    trees, P(the round accepts at least n nodes | the text); else None."""
 
     rows: Tensor
     logp: Tensor
@@ -175,8 +176,8 @@ class _RoundFigures(NamedTuple):
 
 
 def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """Return the reach of all rounds as one tensor (B, T, D+1), see `Figures.reach`. Return None if no round has a
-    reach."""
+    """Return the reach of all rounds as one tensor (B, T, D+1): P(the round that starts at token t accepts at least n
+    nodes | the text). Return None if no round has a reach. rounds: for each batch of texts, its rounds in order."""
     depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
     if not depths:
         return None
@@ -199,7 +200,8 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:
     """Return the figures of a chain's tokens. Column j of p (A, K+1, V) is used only if the drafts before it are the
-    text's tokens."""
+    text's tokens. one: the round. proposal: its drafts. noise: the largest gap between two scores that rounding could
+    close."""
     round, p = one.round, one.p
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
@@ -227,8 +229,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
 
 def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
     """Return the distributions (A, K, V) that the drafts were really drawn from, so that a proposer that reports other
-    distributions fails the check. If nothing was drawn, return the proposal's distributions. p (A, K+1, V): the
-    target's distributions, for the dtype and device."""
+    distributions fails the check; column j for depth j (0-based). If nothing was drawn, return the proposal's
+    distributions. p (A, K+1, V): the target's distributions, for the dtype and device."""
     K = proposal.x.shape[1]
     if proposal.q is None:
         return one_hot(proposal.x, p[:, :K])
@@ -238,7 +240,8 @@ def _distributions(round: ForcedRound, p: Tensor, proposal: Proposal) -> Tensor:
 
 
 def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
-    """Return the figures of a round that drafts a tree. first_token: the figures of the round's first token."""
+    """Return the figures of a round that drafts a tree. first_token: the figures of the round's first token. one: the
+    round."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
     levels, shape = levels_of(proposal), proposal.tree.shape
@@ -262,7 +265,7 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
 
 
 def levels_of(proposal: Proposal) -> list[int]:
-    """Return the number of levels of each row's tree."""
+    """Return the number of levels of each row's tree. Rows may draft fewer levels than the tree has."""
     assert proposal.tree is not None
     depths = (0, *depths_of(proposal.tree.shape))
     return [max(depths[: nodes + 1]) for nodes in proposal.k]
@@ -305,8 +308,8 @@ def reach_along(
 
 
 def close_ranks(scores: Tensor, m: int, gap: float) -> Tensor:
-    """Return (A,) bool: whether rounding could change which m tokens are the likeliest, or their order. scores (A, V).
-    gap: rounding may change the order of two scores that are closer than this."""
+    """Return (A,) bool: whether rounding could change which m tokens are the likeliest, or their order. scores (A, V):
+    the draft's. gap: rounding may change the order of two scores that are closer than this."""
     if m == 1:
         return near_ties(scores, gap)
     top = scores.topk(min(m + 1, scores.shape[-1]), -1).values

@@ -30,9 +30,10 @@ class LikelihoodCheck:
     """The result of check (e) over `tokens` emitted tokens.
 
     surprise, entropy: means of -log p(x) and of the entropy of p, in nats per token. They are equal in expectation if x
-    was drawn from p. z: surprise - entropy, in standard deviations of their sums. place_z: the sum of the second
-    statistic (see the module), in standard deviations. impossible: number of tokens whose probability under p is 0; the
-    means omit them. Rounding causes a few of them, at a tie or at the edge of top-k, top-p or min-p.
+    was drawn from p. z: surprise - entropy, in standard deviations of their sums. place_z: the sum over tokens of
+    sum_{v<x} p_v + p_x / 2 - 1/2, in standard deviations; it is large if draws favour low or high ids. impossible:
+    number of tokens whose probability under p is 0; the means omit them. Rounding causes a few of them, at a tie or at
+    the edge of top-k, top-p or min-p.
     """
 
     tokens: int
@@ -58,7 +59,8 @@ class LikelihoodCheck:
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
     """Return the result of check (e) over all tokens of the texts. p comes from transformers' own forward of each whole
-    text, so faults of the engine's passes do not affect it."""
+    text, so faults of the engine's passes do not affect it. engine: has the target. sampling: the settings of the run
+    that emitted the texts."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
     for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
@@ -77,8 +79,8 @@ def _sigmas(difference: float, variance: float) -> float:
 
 
 def moments(p: Tensor, x: Tensor) -> Tensor:
-    """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; the second
-    statistic (see the module); and the variance of this statistic. p: distributions (..., V). x: tokens (...)."""
+    """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; sum_{v<x}
+    p_v + p_x / 2 - 1/2; and the variance of this number. p: distributions (..., V). x: tokens (...)."""
     x = x.unsqueeze(-1)
     logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))

@@ -36,8 +36,8 @@ def pair_figures(
     engine: the engine that decoded the texts. proposer: its proposer. If the proposer has a `language_model`, both
     models run teacher-forced passes. The target reads k + 1 ids per pass; the draft reads one id, with its weights
     rounded as when it serves. Any other proposer runs forced rounds with the engine's target, in the engine's slots.
-    max_new_tokens: limit of the run. noise: the largest change, by rounding, of the gap between two scores of the
-    target, see `ties.compare_passes`. rows: number of texts per pass; None for the engine's number of rows. Forced
+    sampling, max_new_tokens: the settings and the limit of the run. noise: the largest change, by rounding, of the gap
+    between two scores of the target. rows: number of texts per pass; None for the engine's number of rows. Forced
     rounds always use the engine's number.
     """
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
@@ -77,7 +77,8 @@ def _rounding(noise: float, sampling: Sampling) -> float:
 
 def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: int) -> Tensor:
     """Return the draft length of the round that starts at each token, (B, T) int64: the policy's, limited by
-    max_new_tokens and by the draft's context. context: the draft's, in tokens."""
+    max_new_tokens and by the draft's context. context: the draft's, in tokens. texts: emitted by the engine.
+    max_new_tokens: the limit of that run."""
     k = torch.zeros(len(texts.tokens), max(map(len, texts.tokens)), dtype=torch.int64)
     for b, (prompt, text) in enumerate(zip(texts.prompts, texts.tokens, strict=True)):
         limit = min(max_new_tokens, engine.target.context - len(prompt))
@@ -90,14 +91,15 @@ def draft_lengths(engine: Engine, context: int, texts: Emitted, max_new_tokens: 
 def _draft_noise(lm: LM, texts: Emitted, sampling: Sampling) -> float:
     """Return the largest change, by rounding, of a gap between two of the draft's logits, from passes of one id to
     passes of two ids; drafting uses both. It is measured on as many texts as the LM has rows, and multiplied by
-    `MARGIN`."""
+    `MARGIN`. lm: the draft model. sampling: the settings of the texts."""
     greedy, first = replace(sampling, temperature=0), slice(0, lm.rows)
     return MARGIN * noise_of(lm, texts.prompts[first], texts.tokens[first], greedy, width=2)
 
 
 def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return log p(x), log q(x) and alpha, each (A, n). If p(x) = 0 because rounding moved x past the edge of top-k,
-    top-p or min-p, the smallest positive number replaces p(x)."""
+    top-p or min-p, the smallest positive number replaces p(x). p_block, q_block: the target's and the draft's logits at
+    the same tokens. greedy: whether the draft takes its likeliest token."""
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)

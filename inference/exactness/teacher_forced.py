@@ -63,14 +63,14 @@ def teacher_forced(
     tree: Parents | None = None,
 ) -> Iterator[TextLogits]:
     """Yield the logits that predict every token of `texts`, in blocks. texts: the new ids after each prompt. prompts:
-    ids, at least one each; for an encoder-decoder, texts from `Engine.starts`.
+    ids, at least one each; for an encoder-decoder, texts from `Engine.starts`. sampling: the settings of these texts.
 
     A model runs in its own dtype, `rows` texts at a time. An `LM` runs as many texts at a time as it has rows, and its
-    slots are overwritten. Prompts are stored as in the engine. After them come passes of `width` ids (None for
-    `block`), or passes over trees of the shape `tree`, in which the text follows one route after another. Settings that
-    read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary: number of ids whose logits
-    are returned, None for all. Each block has at most `block` tokens of each text in a batch, so that the logits of all
-    texts are never in memory at once.
+    slots are overwritten. All but the last id of each prompt are read first, as in the engine. Then come passes of
+    `width` ids (None for `block`), or passes over trees of the shape `tree`, in which the text follows one route after
+    another. Settings that read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary:
+    number of ids whose logits are returned, None for all. Each block has at most `block` tokens of each text in a
+    batch, so that the logits of all texts are never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
@@ -114,7 +114,8 @@ def _processed(
     logits: Tensor, prompts: list[list[int]], texts: list[list[int]], start: int, sampling: Sampling
 ) -> Tensor:
     """Return logits (A, n, V), in float32 or wider, after the settings that read the text (penalties, bans and others)
-    were applied. start: index of the first token in each text."""
+    were applied. start: index of the first token in each text. prompts, texts: the ids of each prompt, and the new ids
+    after it."""
     positions = [(a, j) for a, text in enumerate(texts) for j in range(min(logits.shape[1], len(text) - start))]
     row, column = (torch.tensor(index, device=logits.device) for index in zip(*positions, strict=True))
     histories = [prompts[a] + texts[a][: start + j] for a, j in positions]
@@ -130,8 +131,8 @@ def rms(x: Tensor) -> Tensor:
 
 
 def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes of `width` ids. first: for each row, the position of its
-    first id."""
+    """Return the logits (A, n, V) after each id of ids (A, n), in passes of `width` ids. first: for each row, the
+    position (0-based) of its first id."""
     parts = [
         lm.forward(ids[:, at : at + width], [position + at for position in first]).logits.clone()
         for at in range(0, ids.shape[1], width)
@@ -140,9 +141,9 @@ def _passes(lm: LM, ids: Tensor, first: list[int], width: int) -> Tensor:
 
 
 def along_tree(lm: LM, ids: Tensor, first: list[int], tree: Tree, ways: Routes) -> Tensor:
-    """Return the logits (A, n, V) after ids (A, n), in passes over an anchor and a tree. first: for each row, the
-    position of its first id. In each pass, the ids after the anchor are put on the next route of `ways`; this route is
-    then accepted, as in a round."""
+    """Return the logits (A, n, V) after each id of ids (A, n), in passes over an anchor and a tree. first: for each
+    row, the position (0-based) of its first id. In each pass, the ids after the anchor are put on the next route of
+    `ways`; this route is then accepted, as in a round."""
     parts, at = [], 0
     while at < ids.shape[1]:
         route = next(ways)[: ids.shape[1] - at - 1]
@@ -218,8 +219,8 @@ def whole_texts(
     sampling: Sampling,
     vocabulary: int,
 ) -> Iterator[TextLogits]:
-    """Yield the same values as `teacher_forced`, but from transformers' own forward of each whole text. No cache and no
-    code of the engine is used.
+    """Yield the logits that predict every token of `texts`, in blocks, from transformers' own forward of each whole
+    text. No cache and no code of the engine is used. The arguments are those of `teacher_forced`.
 
     Each block has one text. A long text gives several blocks, each from its own forward, so that a block has at most
     CELLS logits.

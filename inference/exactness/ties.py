@@ -101,8 +101,8 @@ def check_coupled(
 
     ids: keys of the prompts' random numbers. seed: of the coupled run. bound: the largest gap that rounding may
     explain, in root mean squares of the logits. It is GAP times the general rounding of the logits; the noise is at
-    least this rounding. tree: the parents of the tree that the engine drafts, None for chains. Raises RequestError if a
-    prompt ends in an error.
+    least this rounding. tree: the parents of the tree that the engine drafts, None for chains. sampling,
+    max_new_tokens: the settings and the limit of the run. Raises RequestError if a prompt ends in an error.
     """
     coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
     coupled.rule = RULES["coupled"]
@@ -150,7 +150,7 @@ def check_text(
 
     plain, coupled: for each prompt, the new ids of the plain and of the coupled text. noise_keys: (ids, seed) of the
     noise that both share. k: drafts per round. rows: the noise is measured on the texts that differ, and on the first
-    `rows` texts.
+    `rows` texts. sampling: the settings of both runs. vocabulary: number of ids that can be emitted.
     """
     differ = [i for i in range(len(prompts)) if first_difference(plain[i], coupled[i]) is not None]
     chosen = sorted({*range(min(rows, len(prompts))), *differ})
@@ -178,14 +178,14 @@ def _ties_and_gap(differences: list[Difference], noise: float, sampling: Samplin
 
 def excused(difference: Difference, noise: float, sampling: Sampling) -> bool:
     """Return whether a difference is a tie. The tolerance is MARGIN times the measured `noise`, but at most the
-    difference's limit."""
+    difference's limit. sampling: the settings of both texts."""
     return difference.limit >= 0 and is_tie(difference, min(MARGIN * noise, difference.limit), sampling)
 
 
 def is_tie(difference: Difference, noise: float, sampling: Sampling) -> bool:
     """Return whether rounding of size `noise` explains a difference. It does if the gap is at most `noise`. It also
     does if plain decoding chooses the other token once one of the two tokens' logits is changed by `noise`: such a
-    token is near an edge of top-k, top-p or min-p."""
+    token is near an edge of top-k, top-p or min-p. sampling: the settings of both texts."""
     return difference.gap <= noise or any(
         _choice(difference, token, shift, sampling) == difference.other
         for token, shift in ((difference.other, noise), (difference.plain, -noise))
@@ -222,10 +222,11 @@ def compare_text(
     tree: Parents | None = None,
 ) -> Compared:
     """Compare each token of `texts` with the choice of plain decoding after the same text. The result's noise is for
-    passes of `width` ids, or over trees, as in `compare_passes`.
+    passes of `width` ids, or over trees of the shape `tree`.
 
-    lm: the LM of the engine under test. noise_keys: (ids, seed) of the Gumbel noise, None for none. bound: as in
-    `compare_passes`. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
+    lm: the LM of the engine under test. prompts, texts: the ids of each prompt, and the new ids after it. noise_keys:
+    (ids, seed) of the Gumbel noise, None for none. bound: the largest gap that rounding may explain, in root mean
+    squares of the logits. A difference that rounding within `bound` cannot explain has empty `logits` and `g`; a wrong
     engine would fill the memory with them. tree: the parents of the tree, None for chains.
     """
     best, differences, tokens, limit = [], [], 0, 0.0
@@ -242,7 +243,8 @@ def _chosen_otherwise(
     block: TextLogits, scores: Tensor, g: Tensor, sampling: Sampling, bound: float
 ) -> list[Difference]:
     """Return the differences of a block: positions at which plain decoding, the argmax of log p + g, chooses another
-    token than the text's. scores, g (A, n, V): scores and Gumbel noise. bound: as in `compare_text`."""
+    token than the text's. scores, g (A, n, V): scores and Gumbel noise. bound: the largest gap that rounding may
+    explain, in root mean squares of the logits."""
     choice = (probs(block.logits.flatten(0, 1), sampling).view(block.logits.shape).log() + g).argmax(-1)
     differences = []
     for a, j in ((choice != block.x) & block.valid).nonzero().tolist():
@@ -257,7 +259,8 @@ def _chosen_otherwise(
 
 
 def noise_of(lm: LM, prompts: list[list[int]], texts: list[list[int]], sampling: Sampling, width: int) -> float:
-    """Return the noise of an `LM`'s passes of `width` ids, as in `compare_passes`, without Gumbel noise."""
+    """Return the noise of an LM's passes of `width` ids: the largest change of the gap between a position's two best
+    logits, from passes of one id, over all tokens of `texts`. prompts: the ids before each text."""
     best = [scores.topk(2, -1) for _, scores, _ in _scored(lm, prompts, texts, sampling, width, 1, None)]
     return _noise(best, _scored(lm, prompts, texts, sampling, width, width, None))
 
@@ -273,7 +276,8 @@ def _scored(
     tree: Parents | None = None,
 ) -> Iterator[tuple[TextLogits, Tensor, Tensor]]:
     """Yield blocks of passes of `width` ids or over trees. Each comes with its scores and its Gumbel noise, both (A, n,
-    V)."""
+    V). prompts, texts: the ids of each prompt, and the new ids after it. block: the largest number of tokens of a text
+    in a block. noise_keys: (ids, seed) of the Gumbel noise, None for none."""
     for part in teacher_forced(lm, prompts, texts, sampling, block=block, width=width, tree=tree):
         g = _gumbel(part, noise_keys)
         yield part, part.logits.double() + sampling.temperature * g, g
@@ -309,10 +313,12 @@ def compare_passes(
 ) -> tuple[float, list[Difference]]:
     """Return the noise and the differences. The noise is the largest change of the gap between a position's two best
     scores, from passes of one id to passes of `width` ids, over all tokens of `texts`. If `others` are given, the
-    differences are the first difference between each text and the same text of `others`.
+    differences are the first difference between each text and the same text of `others`; otherwise there are none.
 
-    noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: `Difference.limit` in root mean squares of
-    the logits. If one text is a prefix of the other, there is no difference.
+    prompts: the ids before each text. vocabulary: number of ids that can be emitted. rows: number of texts per pass.
+    noise_keys: (ids, seed) of the Gumbel noise, None for no noise. bound: the largest gap that rounding may explain
+    (`Difference.limit`), in root mean squares of the logits. If one text is a prefix of the other, there is no
+    difference.
     """
     settings: dict[str, Any] = {"vocabulary": vocabulary, "block": width, "rows": rows}
     narrow = teacher_forced(model, prompts, texts, sampling, width=1, **settings)
@@ -329,7 +335,8 @@ def compare_passes(
 
 
 def _gumbel(block: TextLogits, noise_keys: tuple[list[int], int] | None) -> Tensor:
-    """Return the Gumbel noise (A, n, V) for a block's tokens, or zeros if noise_keys is None."""
+    """Return the Gumbel noise (A, n, V) for a block's tokens, or zeros if noise_keys, the (ids, seed) of the noise, is
+    None."""
     if noise_keys is None:
         return torch.zeros_like(block.logits, dtype=torch.float64)
     ids, seed = noise_keys
@@ -343,7 +350,8 @@ def _differences(
     block: TextLogits, scores: Tensor, g: Tensor, texts: list[list[int]], others: list[list[int]], bound: float
 ) -> list[Difference]:
     """Compare each text with the same text of `others`. Return the first differences that lie in this block. scores, g
-    (A, n, V): the block's scores and Gumbel noise. bound: as in `compare_passes`."""
+    (A, n, V): the block's scores and Gumbel noise. bound: the largest gap that rounding may explain, in root mean
+    squares of the logits."""
     differences = []
     for a, i in enumerate(block.rows):
         at = first_difference(texts[i], others[i])

@@ -71,7 +71,7 @@ class Verdict:
         return {"passed": self.passed, **checks, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
-        """Return the lines for the report: a summary, then one line per check."""
+        """Return the lines for the report: a summary, then one line per check that says whether it passed."""
         checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]

@@ -55,9 +55,9 @@ class Datastore:
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
-        """Return a datastore in memory, built from documents of token ids. about: gives vocabulary and depth; the
-        result's numbers of documents and tokens are counted. Raises ValueError for ids outside the vocabulary, and if
-        the documents have no token."""
+        """Return a datastore in memory, built from documents of token ids. about: gives vocabulary, depth, tokenizer
+        and making; the result's numbers of documents and tokens are counted. Raises ValueError for ids outside the
+        vocabulary, and if the documents have no token."""
         border, flat, count = about.vocabulary, [about.vocabulary], 0
         for document in documents:
             if document and (min(document) < 0 or max(document) >= border):
@@ -75,7 +75,8 @@ class Datastore:
         return cls(tokens, order, replace(about, documents=count, tokens=len(order)))
 
     def save(self, folder: str | Path, replace: bool = False) -> Path:
-        """Write the datastore's folder atomically, and return its path. Raises what `atomic.new_folder` raises."""
+        """Write the datastore's folder atomically, and return its path. Raises FileExistsError if the folder contains
+        files and `replace` is off, and OSError naming the folder if the disk is full."""
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)

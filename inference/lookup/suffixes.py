@@ -140,7 +140,8 @@ class SuffixAutomaton:
         latest earlier occurrence. Return `NONE` if this suffix has fewer than `shortest` tokens. If fewer than k tokens
         follow the occurrence, they are repeated up to k.
 
-        In a text like "aaaa..." an occurrence before the latest one may be used, see `CLIMB`.
+        In a text like "aaaa..." the occurrence may be an earlier one than the latest, since each new token updates the
+        latest ends of at most `CLIMB` states.
         """
         if k < 1 or self.match < max(shortest, 1):
             return NONE

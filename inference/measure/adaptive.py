@@ -67,13 +67,14 @@ def until_known(
     say: Say | None = None,
     turned: Callable[[int], None] | None = None,
 ) -> tuple[Timing, Reached]:
-    """Time the arms, as `timing.interleave` does, until the interval of the ratio speed(pair[0]) / speed(pair[1]) is as
+    """Time the arms in turn, batch by batch, until the interval of the ratio speed(pair[0]) / speed(pair[1]) is as
     narrow as `wanted` says. Return the timing, and what it reached.
 
-    rows: prompts per batch. pair: names of two arms. After the last batch, the first one is timed again, with the next
-    seed; the bootstrap draws all repeats of a batch together. say: called at each check with the number of batches
-    timed and the distance reached. turned: called after each batch with the number of batches timed. clock: returns
-    seconds. Raises what `timing.interleave` raises.
+    prompts: token ids of each prompt. rows: prompts per batch. pair: names of two arms. seed: of the first run of each
+    batch. After the last batch, the first one is timed again, with the next seed; the bootstrap draws all repeats of a
+    batch together. say: called at each check with the number of batches timed and the distance reached. turned: called
+    after each batch with the number of batches timed. clock: returns seconds. Raises ValueError if two arms have one
+    name, if there is nothing to time, or if arms emit different numbers of tokens for a prompt.
     """
     batches = batches_of(arms, prompts, rows)
     start, before = clock(), reading()

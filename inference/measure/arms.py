@@ -42,8 +42,9 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to decode. name: its name in reports. run(prompts, ids, seed): continues every prompt; `ids` are the keys
-    of the rows' random numbers."""
+    """One way to decode. name: its name in reports. run(prompts, ids, seed): continues every prompt, and returns the
+    result. prompts: token ids of each prompt. ids: for each prompt, the key of its row's random numbers. seed: of these
+    numbers."""
 
     name: str
     run: Callable[[Sequence[list[int]], Sequence[int], int], ArmResult]
@@ -51,8 +52,9 @@ class Arm:
 
 def engine_arm(name: str, engine: Engine, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that runs Engine.generate and ignores end tokens. max_new_tokens: the number of new tokens of each
-    prompt. Raises ValueError for settings that may end a text early. The arm's run raises RequestError if a prompt ends
-    in an error, since its text is then no sample."""
+    prompt. name: the arm's name in reports. sampling: the settings of every prompt. Raises ValueError for settings that
+    may end a text early. The arm's run raises RequestError if a prompt ends in an error, since its text is then no
+    sample."""
     refuse(sampling, *ENDS)
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:
@@ -71,8 +73,8 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
     each run it replaces the model's generation_config, so that no default in it changes the distribution.
 
     Decode-only figures omit the first pass and its tokens, since this pass is transformers' prefill. The arm's `ids`
-    are not used: torch's generator is seeded for each run. Raises ValueError for sampling settings that this arm cannot
-    express.
+    are not used: torch's generator is seeded for each run. name: the arm's name in reports. max_new_tokens: the number
+    of new tokens of each prompt. Raises ValueError for sampling settings that this arm cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = generation_config(sampling, max_new_tokens)
@@ -86,14 +88,16 @@ def transformers_arm(name: str, model: PreTrainedModel, sampling: Sampling, max_
 
 @contextmanager
 def seeded(model: PreTrainedModel, seed: int) -> Iterator[None]:
-    """Within the `with` block, seed torch's generators of the CPU and of the model's GPU. Restore them afterwards."""
+    """Within the `with` block, draw torch's random numbers from `seed`, on the CPU and on the model's GPU. Afterwards
+    restore the generators."""
     with torch.random.fork_rng([model.device] if model.device.type == "cuda" else [], device_type="cuda"):
         torch.manual_seed(seed)
         yield
 
 
 def refuse(sampling: Sampling, *fields: str) -> None:
-    """Raise ValueError for the first of these fields of `sampling` that differs from its default."""
+    """Raise ValueError for the first of these fields of `sampling` that differs from its default. fields: names of
+    settings that an arm cannot express."""
     default = Sampling()
     for name in fields:
         if replace(default, **{name: vars(sampling)[name]}) != default:
@@ -104,8 +108,9 @@ def refuse(sampling: Sampling, *fields: str) -> None:
 
 
 def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConfig:
-    """Return a generation config without end tokens. It sets every sampling setting, since transformers replaces a
-    missing one by its own default (top_k = 50)."""
+    """Return a transformers generation config with the temperature, top-k, top-p, min-p and repetition penalty of
+    `sampling`, and without end tokens. It sets all of these, since transformers replaces a missing one by its own
+    default (top_k = 50). Temperature 0 gives greedy decoding."""
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)
@@ -147,8 +152,8 @@ class _Passes(BaseStreamer):
 
 def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) -> ArmResult:
     """Return the result of transformers' generate. prompts: ids; all prompts are decoded together. settings: more
-    arguments of transformers' generate. Raises ValueError if the decoder texts of an encoder-decoder differ in length.
-    """
+    arguments of transformers' generate. Raises ValueError if the prompts of an encoder-decoder (the ids that the
+    decoder's texts begin with) differ in length."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)  # padded on the left
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
@@ -157,7 +162,8 @@ def generate(model: PreTrainedModel, prompts: list[list[int]], **settings: Any) 
     if sources:
         if int(mask.min()) == 0:
             raise ValueError(
-                "transformers' generate needs decoder texts that begin with equally many ids; give such prompts"
+                "transformers' generate: the decoder prompts of one batch must have the same number of ids, but here "
+                f"they have {min(map(len, prompts))} to {width}; give decoder prompts of equal length"
             )
         inputs = padded_sources(model, sources)[1] | {"decoder_input_ids": ids}
         settings = settings | {"decoder_start_token_id": prompts[0][0]}

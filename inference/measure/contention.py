@@ -57,7 +57,7 @@ def _busy(stat: Path) -> float | None:
 
 def others(before: Reading, after: Reading) -> float | None:
     """Return the mean number of cores that other processes used between two readings, or None if it is unknown or if
-    too little time has passed."""
+    too little time has passed. before, after: the two readings."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
     spent = (after.busy - before.busy) - (after.own - before.own)
@@ -71,8 +71,8 @@ def disturbed(used: float | None, of: int) -> bool | None:
 
 
 def contention_line(used: float | None, of: int) -> str:
-    """Return one line of a report: whether other processes used the machine during the timing. used, of: as in
-    `disturbed`."""
+    """Return one line of a report: whether other processes used the machine during the timing. used: number of cores
+    that they used, None if unknown. of: number of cores that this process may use."""
     if used is None:
         return "other work on this machine meanwhile: unknown, since the system does not report it"
     if disturbed(used, of):
@@ -87,11 +87,11 @@ def set_waiting(environ: MutableMapping[str, str] = os.environ, stat: Path = STA
     """Let waiting threads sleep instead of spin, unless the machine is idle or the user has set a wait policy. Call it
     before torch is first imported.
 
-    environ: the environment, changed in place. stat: as in `reading`. look: seconds of looking for other work. Returns
-    "chosen" if the user has set a policy, "late" if torch is already imported, "idle" if the machine is idle, or
-    "passive" if threads now sleep. Spinning threads occupy cores that the other threads need: with another process on
-    as many cores, a pass takes ten times as long. On an idle machine spinning threads continue sooner, so the library's
-    default is not changed.
+    environ: the environment, changed in place. stat: the file with the times of the cores. look: seconds of looking for
+    other work. Returns "chosen" if the user has set a policy, "late" if torch is already imported, "idle" if the
+    machine is idle, or "passive" if threads now sleep. Spinning threads occupy cores that the other threads need: with
+    another process on as many cores, a pass takes ten times as long. On an idle machine spinning threads continue
+    sooner, so the library's default is not changed.
     """
     if any(name in environ for name in WAITS):
         return "chosen"

@@ -87,8 +87,8 @@ class Costs:
 
 
 def joined_costs(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """Return a table joined from three: the plain target step of `plain`; the passes over drafts and the rest of
-    `target`; the drafting of `draft`."""
+    """Return a table whose plain target step is that in `plain`, whose passes over drafts and rest of a round are those
+    in `target`, and whose drafting is that in `draft`."""
     return replace(
         target,
         target=(plain.target[0], *target.target[1:]),
@@ -113,7 +113,7 @@ def measure_costs(
     """Return the costs of target and proposer for rounds that draft k = 0 to K tokens. Both must have the form (dtype,
     compiled or not) in which they will run. Each row has one text of about `context` tokens; lengths differ, as after
     some rounds. source: the length of an encoder-decoder's sources, None for `context`. repeats: number of runs of each
-    part that count. warmup: number of runs before them.
+    part that count. warmup: number of runs before them. sampling: the settings of every row.
 
     Raises ValueError if the context of target or proposer is shorter than `context` and the longest timed drafts.
     """
@@ -183,7 +183,7 @@ def interleaved(
 ) -> dict[Key, float]:
     """Return the median seconds of each task, by its key. The work that a task launched on the device is included. Each
     repeat runs every task once, so that drift of the machine's speed affects all tasks. warmup: number of runs of each
-    task that do not count."""
+    task that do not count. clock: returns seconds."""
     seconds: dict[Key, list[float]] = {key: [] for key in tasks}
     wait_for(device)
     for repeat in range(warmup + repeats):
@@ -237,7 +237,8 @@ def _tasks(
 
 def _rest(decoding_round: Callable[[int], DecodingRound], logits: Tensor, x: Tensor) -> Callable[[], object]:
     """Return a task with the distributions, the verification and the last draw of a round. The target's distributions
-    are used as the draft's too, since only the time matters. logits (B, k+1, V). x (B, k): the drafts."""
+    are used as the draft's too, since only the time matters. logits (B, k+1, V). x (B, k): the drafts. decoding_round:
+    returns a round with a given number of drafts."""
     k = [x.shape[1]] * x.shape[0]
 
     def run() -> object:
@@ -284,11 +285,12 @@ def measure_rounds(
     """Return the median round of each engine, by its key, from interleaved calls. The first call of each engine is not
     counted.
 
-    engines: by key, an engine and the number of tokens (for trees: levels) that it drafts. Each call decodes one prompt
-    per row; the next call has other prompts, until all were used. A call ends before its first round that is not full
-    (see `_full_rounds`). The engines' policies are restored afterwards. until: time limit, in seconds of the clock;
-    each engine runs at least `LEAST` times. Raises ValueError without prompts or engines, and RequestError if a prompt
-    ends in an error.
+    engines: by key, an engine and the number of tokens (for trees: levels) that it drafts. prompts: token ids of each
+    prompt. Each call decodes one prompt per row; the next call has other prompts, until all were used. A call ends
+    before its first round in which some row has ended or cannot draft that many tokens. The engines' policies are
+    restored afterwards. until: time limit, in seconds of the clock; each engine runs at least `LEAST` times. Raises
+    ValueError without prompts or engines, and RequestError if a prompt ends in an error. sampling, max_new_tokens,
+    seed: of each call.
     """
     if not prompts or not engines:
         raise ValueError(
@@ -324,7 +326,7 @@ def _full_rounds(engine: Engine, call: Call, k: int) -> Stats:
 
 @contextmanager
 def drafting_by(engine: Engine, policy: Policy) -> Iterator[None]:
-    """Within the `with` block, replace the engine's policy."""
+    """Within the `with` block, let the engine draft by another policy. Afterwards restore its own."""
     own, engine.policy = engine.policy, policy
     try:
         yield
@@ -354,8 +356,9 @@ def calibrated(table: Costs, rounds: Mapping[int, RealRound]) -> Costs:
 
 
 def _line(table: Costs, drafting: Mapping[int, float]) -> tuple[float, float]:
-    """Return (first, step) of `fit_line`. drafting: measured seconds of drafting, by draft length. For one length,
-    return the table's values, scaled; for none, the table's values."""
+    """Return (first, step) of the line seconds = first + k * step that fits the drafting best. drafting: measured
+    seconds of drafting, by draft length k. For one length, return the table's values, scaled to it; for none, the
+    table's values."""
     if not drafting:
         return table.first, table.draft
     if len(drafting) == 1:

@@ -23,8 +23,8 @@ def calibrate(
 ) -> Gate:
     """Return the gate between `retrieval` and the draft model of the engine `drafting`. sampling: the settings to be
     served. `drafting` must have the policy `Fixed`. Acceptance and seconds per round come from calls of `drafting`;
-    `plain`, an engine without a proposer, gives the seconds of a plain step. new_tokens: number of new tokens of each
-    prompt.
+    `plain`, an engine without a proposer, gives the seconds of a plain step. prompts: token ids of held-out prompts.
+    new_tokens: number of new tokens of each prompt.
 
     Raises ValueError without prompts, and for another policy or a draft length of 0.
     """
@@ -49,7 +49,7 @@ def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int,
     """Return one record for each token of a row's text: look-up's match there, and how many of its drafts are right. If
     a round of k drafts started there, the record also has the number of drafts that the round accepted; rounds near the
     text's end draft fewer and have no such number. out: the result of a call. row: index of the prompt in it. The text
-    must have the full length."""
+    must have the full length. prompt: its token ids. k: the number of drafts per round."""
     text, starts = out.tokens[row], out.stats.rows[row].starts
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}

@@ -77,16 +77,17 @@ class Timing:
 
     def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return an arm's tokens per second, prefill included, with the 95 % percentile interval of a bootstrap over
-        batches."""
+        batches. resamples: how often the batches are drawn, with replacement. seed: of these draws. The interval is nan
+        for one batch."""
         paid = self._paid(arm, False)  # (batches, 2)
         return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
-        decode: whether to leave the prefill out.
+        decode: whether to leave the prefill out. The interval is nan for one batch.
 
-        Each resample draws batches with replacement (all repeats of a batch together), and computes both arms' speeds
-        from the same batches.
+        Each of the `resamples` draws takes batches with replacement (all repeats of a batch together), and computes
+        both arms' speeds from the same batches. seed: of these draws.
         """
         x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
         return _bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
@@ -116,8 +117,9 @@ class Timing:
 
 
 def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
-    """Return a value of all batches, with its interval. figure: returns values (...) for batch numbers (...,
-    batches)."""
+    """Return the value of `figure` for all batches, with its percentile bootstrap interval at `LEVEL`. The ends are nan
+    for fewer than two batches. figure: maps batch numbers (..., batches) to values (...). batches: how many there are.
+    resamples: how often they are drawn, with replacement."""
     value = float(figure(np.arange(batches)))
     if batches < 2:
         return Interval(value, float("nan"), float("nan"))
@@ -144,7 +146,7 @@ def interleave(
     warmup: int = 1,
 ) -> Timing:
     """Return the timing of all arms on prompts (lists of ids), `rows` prompts at a time. Each batch runs `repeats`
-    times, with seeds seed, seed + 1, ...
+    times, with seeds seed, seed + 1, ... In each run all arms decode the batch in turn, in a rotating order.
 
     warmup: number of unrecorded runs of each arm on the first batch. Raises ValueError if two arms have one name, if
     there is nothing to time, or if arms emit different numbers of tokens for a prompt, so that their speeds are not
@@ -160,8 +162,8 @@ def interleave(
 
 
 def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, repeats: int = 1) -> list[Batch]:
-    """Return the prompts in batches of `rows`, with the keys of their random numbers. Raises ValueError if two arms
-    have one name, or if there is nothing to time."""
+    """Return the prompts in batches of `rows`, with the keys of their random numbers. repeats: how often each batch is
+    to run, at least 1. Raises ValueError if two arms have one name, or if there is nothing to time."""
     if not arms or len({arm.name for arm in arms}) < len(arms):
         raise ValueError(f"arms: give at least one arm, each with its own name, not {[arm.name for arm in arms]}")
     if not prompts or rows < 1 or repeats < 1:
@@ -174,15 +176,17 @@ def batches_of(arms: Sequence[Arm], prompts: Sequence[list[int]], rows: int, rep
 
 
 def warm(arms: Sequence[Arm], batch: Batch, seed: int, times: int = 1) -> None:
-    """Run every arm `times` times on a batch, without recording the results."""
+    """Run every arm `times` times on a batch, without recording the results. batch: its prompts and the keys of their
+    random numbers. seed: of these numbers."""
     for _ in range(times):
         for arm in arms:
             arm.run(*batch, seed)
 
 
 def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str, ArmResult]:
-    """Run every arm once on one batch, and return the results by name. Arm number `number` (modulo the number of arms)
-    runs first. Raises ValueError if arms emit different numbers of tokens."""
+    """Run every arm once on one batch (its prompts and the keys of their random numbers), and return the results by the
+    arm's name. seed: of the random numbers. Arm number `number` (modulo the number of arms) runs first. Raises
+    ValueError if arms emit different numbers of tokens."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}
     _same_lengths(results)

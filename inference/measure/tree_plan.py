@@ -57,8 +57,8 @@ class Distributions(NamedTuple):
 
     p (B, T, V): the target's. q (B, T, V): the draft's. x (B, T): the tokens, 0 past a text's end. lengths (B,): number
     of tokens of each text. rank (B, T): number of tokens that are likelier than x under the draft. If the draft's
-    distribution depends on the start of its round, q is (B, T, K, V) and rank (B, T, K), by depth (see
-    `distributions_of_rounds`).
+    distribution depends on the start of its round, q is (B, T, K, V) and rank (B, T, K): entry (t, j) is for token t as
+    draft j (0-based) of the round that starts at t - j.
     """
 
     p: Tensor
@@ -82,7 +82,8 @@ class RatedTree:
 
 
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
-    """Return the distributions of target and draft at every token of the texts. draft: the draft as an LM."""
+    """Return the distributions of target and draft at every token of the texts. draft: the draft as an LM. texts:
+    emitted by the target. sampling: the settings of these texts; a draft's q has them too."""
     lengths = torch.tensor([len(text) for text in texts.tokens])
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
@@ -115,8 +116,8 @@ def distributions_of_rounds(
     depths: the largest number of drafts per round. max_new_tokens: the limit of the run that made the texts; rounds
     draft no tokens past it.
 
-    This runs a target pass over K + 1 ids for every token, in the engine's slots. Raises ValueError if the proposer
-    drafts trees, or does not draw its drafts from distributions.
+    This runs a target pass over K + 1 ids for every token, in the engine's slots. sampling: the settings of the texts.
+    Raises ValueError if the proposer drafts trees, or does not draw its drafts from distributions.
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
@@ -135,7 +136,8 @@ def distributions_of_rounds(
 
 def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
     """Return the distributions (A, V) and the ranks (A,) of a round's drafts at depth j (0-based). Rows without a draft
-    at this depth have zeros and rank V."""
+    at this depth have zeros and rank V. Raises ValueError if the round drafted a tree, or drew nothing at this depth.
+    """
     round, proposal = one.round, one.proposal
     if proposal.tree is not None or j not in round.drawn or j not in round.scored:
         raise ValueError("distributions by depth need chains that a model drafts: give a proposer without a shape")
@@ -147,8 +149,9 @@ def _at_depth(one: Along, j: int, V: int) -> tuple[Tensor, Tensor]:
 def accept_of(
     distributions: Distributions, children: int, likeliest: bool, levels: int | None = None, samples: int = SAMPLES
 ) -> Tensor:
-    """Return accept, (B, T, C) or (B, T, K, C): P(the text's token is accepted as child c of a node), see
-    `predict_tree`.
+    """Return accept, (B, T, C): P(the text's token t is accepted as child c of a node | the children of its parent are
+    tried). It is (B, T, K, C) if the distributions depend on the depth: entry (t, j) is for token t as draft j
+    (0-based) of the round that starts at t - j.
 
     children: C. likeliest: whether children are the likeliest tokens, as they are at temperature 0; else they are
     sampled. levels: number of levels for which all children are computed; below them only the first two are, by a
@@ -179,7 +182,7 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:
     """Return the reach (B, T, D+1) of a tree with these parents under this rule: P(a round that starts at t accepts at
     least n nodes | the text). likeliest: whether children are the likeliest tokens. As in the engine, no level past the
-    text's end is drafted."""
+    text's end is drafted. distributions: of target and draft on the texts. rule: "tree" or "traversal"."""
     if rule == "traversal" and not likeliest:
         shape, T = StaticTrees(parents), distributions.x.shape[1]
         nodes = torch.tensor(
@@ -200,13 +203,15 @@ class Search:
     `depths`, from nothing and from chains. Under `traversal`, trees are also grown by the calls under this rule, from
     the paths of the other trees.
 
-    most: the largest number of nodes. children: the largest number of children of a node. depths: numbers of levels.
-    longest: length of the longest chain, if larger than `depths`. sorts: the sorts of children to rate: True for the
-    likeliest tokens (both rules then accept the same nodes), False for sampled ones. others: more trees to rate.
-    shrunk: the fraction by which probabilities of likeliest children are moved towards their means. If it is above 0,
-    the calls of these children are not exact for these texts, but the choice is better on other texts: a choice from
-    few texts overfits. Attributes: accept, by sort, see `accept_of`; calls, by (rule, sort) and then by tree, the
-    expected calls (B,).
+    distributions: of target and draft on the texts. most: the largest number of nodes. children: the largest number of
+    children of a node. depths: numbers of levels. longest: length of the longest chain, if larger than `depths`. sorts:
+    the sorts of children to rate: True for the likeliest tokens (both rules then accept the same nodes), False for
+    sampled ones. others: more trees to rate. shrunk: the fraction by which probabilities of likeliest children are
+    moved towards their means. If it is above 0, the calls of these children are not exact for these texts, but the
+    choice is better on other texts: a choice from few texts overfits.
+
+    Attributes: accept, by sort, the probabilities that `accept_of` returns; calls, by (rule, sort) and then by tree,
+    the expected calls (B,).
     """
 
     def __init__(
@@ -276,7 +281,8 @@ def table_of(
 ) -> Paths:
     """Return the probabilities of all paths in these trees under a rule. shapes: the parents of each tree. likeliest:
     whether children are the likeliest tokens. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C); None to
-    compute it. samples: how often rejected children are drawn under `traversal`."""
+    compute it. samples: how often rejected children are drawn under `traversal`. distributions: of target and draft on
+    the texts. rule: "tree" or "traversal"."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)

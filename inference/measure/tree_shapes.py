@@ -27,7 +27,9 @@ Seconds = Callable[[Parents], float]  # seconds of a round that drafts this tree
 
 
 def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tensor | None = None) -> list[Parents]:
-    """Return the parents of trees of every size up to `most` nodes, grown within each of the depths."""
+    """Return the parents of trees of every size up to `most` nodes, grown within each of the depths (numbers of levels)
+    so that each added node saves the most expected calls. accept (B, T, C) or (B, T, K, C): P(the text's token is
+    accepted as child c). lengths (B,): tokens in each text, None for T."""
     whole = [grow(accept, most, depth, lengths) for depth in depths]
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
@@ -41,7 +43,8 @@ def grow(
 
     The candidates of a step are the next child of every node. The `tries` candidates with the largest first-order gain
     are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth take equally many
-    seconds per round, so seconds matter only for the choice of size and depth.
+    seconds per round, so seconds matter only for the choice of size and depth. accept (B, T, C) or (B, T, K, C): P(the
+    text's token is accepted as child c), see the module. lengths (B,): tokens in each text, None for T.
     """
     tables = [of_rounds(accept, level, lengths) for level in range(depth)]
     whole = torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])
@@ -62,7 +65,7 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
 
     Node -1 is the text's last token (the anchor). tables: for each level, the result of `predict_tree.of_rounds`. whole
     (B, T): ones. chances: P(a round that starts at t accepts the child | the text). Nodes at the largest depth, and
-    nodes that already have all their children, are left out.
+    nodes that already have all their children, are left out. parents: of the tree's nodes.
     """
     depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
     chances = [whole]
@@ -84,7 +87,8 @@ def gains(
 
     If a round at t accepts the candidate, the next round starts at t + depth + 1 instead of t + depth. This saves sum_t
     s_t chance_t (E_{t+depth} - E_{t+depth+1}), with E the expected remaining calls and s_t the probability that a round
-    starts at t.
+    starts at t. parents: of the present tree's nodes. lengths (B,): tokens in each text, None for T. accept (B, T, C)
+    or (B, T, K, C): P(the text's token is accepted as child c).
     """
     reach = reach_tree(accept, parents, lengths)
     s, left = round_starts(reach), calls_left(reach, lengths)  # (B, T), (B, T + K + 1)
@@ -100,7 +104,7 @@ def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the expected calls E_t from a round that starts at t to the text's end, (B, T + K + 1); 0 past the end.
     reach (B, T, K+1): P(a round that starts at t accepts at least n drafts).
 
-    E_t = 1 + sum_n P(n accepted) E_{t+n+1}.
+    E_t = 1 + sum_n P(n accepted) E_{t+n+1}. lengths (B,): tokens in each text, None for T.
     """
     B, T, depths = reach.shape
     exactly = reach - F.pad(reach[..., 1:], (0, 1))
@@ -136,7 +140,8 @@ def union(shapes: Iterable[Parents]) -> Parents:
 
 def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
     """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`: for each node, the product of
-    `accept` over the child numbers of its path. whole: the tree's parents."""
+    `accept` over the child numbers of its path. whole: the tree's parents. accept (B, T, C) or (B, T, K, C): P(the
+    text's token is accepted as child c). lengths (B,): tokens in each text."""
     chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
     tables: dict[int, Tensor] = {}
     for path in paths_of(whole):
@@ -148,8 +153,8 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
-    """Return the expected calls (S, B) with each tree on each text. shapes: the parents of S trees; `paths` must have
-    all their paths."""
+    """Return the expected calls (S, B) with each of S trees on each of B texts. paths: the probabilities of all paths
+    of these trees. shapes: the parents of each tree's nodes."""
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]
@@ -198,7 +203,8 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
 
 
 def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Return the parents of every tree that has one more node than `tree`. children, depth: as in `every`."""
+    """Return the parents of every tree that has one more node than `tree`, with at most `children` children per node
+    and `depth` levels."""
     paths = [(), *paths_of(tree)]
     own = [sum(path[:-1] == above for path in paths if path) for above in paths]
     return [

@@ -34,8 +34,9 @@ MOST_SPARE = 8  # slots in which stored prompts wait
 @dataclass
 class Window:
     """The part of the cache that one pass writes and reads. low, high: the pass has the rows [low, high). positions (A,
-    n): of the ids. start: the first position if all rows have the same one, else None. limit: the pass reads the slots
-    [0, limit). branches: the columns of a tree; None if each token's slot is its position."""
+    n): each id's position in its text (0-based). start: the first position if all rows have the same one, else None.
+    limit: the pass reads the slots [0, limit). branches: the columns of a tree; None if each token's slot is its
+    position."""
 
     low: int
     high: int
@@ -47,12 +48,12 @@ class Window:
 
     @property
     def slots(self) -> Tensor:
-        """Return the slots (A, n) that keys and values are written to."""
+        """Return the slots (A, n) of the cache that the pass's keys and values are written to; column j for id j."""
         return self.positions if self.branches is None else self.branches.slots
 
     def indices(self, heads: int, slots: int) -> Tensor:
-        """Return the flat indices (A * heads * n,) of the new tokens in a tensor with `heads` times `slots` entries per
-        row. They are computed once per pass."""
+        """Return the flat indices (A * heads * n,) of the new tokens in a tensor (rows, heads, slots, D) without its
+        last dimension. They are computed once per pass. heads: G. slots: S."""
         indices = self._indices.get((heads, slots))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
@@ -63,8 +64,8 @@ class Window:
 
 
 def tree_window(tree: Tree, n: int, anchor: Tensor, longest: int, low: int = 0) -> Window:
-    """Return the window of the last n columns of a tree; column 0 is the anchor, the text's last token. anchor (A,):
-    the anchors' slots. longest: the largest of these. low: the first row."""
+    """Return the window of the last n columns of a tree; column 0 is the anchor, the text's last token, and column i +
+    1 node i. anchor (A,): the anchors' slots. longest: the largest of these. low: the first of the A rows."""
     rows, anchor, first = len(anchor), anchor.unsqueeze(1), tree.nodes + 1 - n
     slots = anchor + torch.arange(first, tree.nodes + 1, device=anchor.device)
     seen, depths = (part.expand(rows, -1) for part in (tree.seen, tree.depths))
@@ -156,7 +157,8 @@ class SlotCache(Cache):
 
     def before_growth(self, listener: Callable[[], None]) -> None:
         """Register a bound method that is called before slots are added. The method should drop its references to keys
-        and values, since new tensors replace them. It is referenced weakly, since its object refers to this cache."""
+        and values, since new tensors replace them. It is referenced weakly, since its object refers to this cache.
+        listener: the method."""
         self.listeners.append(WeakMethod(listener))
 
     def aim(self, window: Window) -> None:
@@ -186,7 +188,8 @@ class SlotCache(Cache):
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move the accepted path of a tree in the rows [0, A), in every layer. Arguments as in `move_path`."""
+        """Move the accepted path of a tree in the rows [0, A) to the slots after its anchor, in every layer. start
+        (A,): the slots of the anchors. path (A, m): the accepted nodes of each row's tree, then -1."""
         stores = [store for store in self.stores if store.is_initialized]  # some layers use the stores of others
         move_path([part[: len(path)] for store in stores for part in (store.keys, store.values)], start, path)
 
@@ -229,6 +232,7 @@ def cache_bytes(config: PreTrainedConfig, rows: int, length: int, dtype: torch.d
 
     rows: the engine's rows without spare ones. Every row, spare ones too, has the same number of slots. That number is
     doubled until `length` tokens fit, up to the model's context. Keys and values of cross-attention are not counted.
+    config: of the network. dtype: of keys and values.
     """
     if not getattr(config.get_text_config(), "num_attention_heads", 0):
         return 0

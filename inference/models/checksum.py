@@ -99,8 +99,9 @@ def changes(tensors: Iterable[Tensor]) -> int:
 
 
 def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """Return a checksum of the model's parameters and buffers. once: whether to omit the sums of columns (see `_sums`).
-    This saves a third of the time, but two values that swap places within a row are not detected."""
+    """Return a checksum of the model's parameters and buffers. once: whether to omit one of the two sums of each
+    tensor, that over columns. This saves a third of the time, but two values that swap places within a row are not
+    detected."""
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():

@@ -58,7 +58,7 @@ class CrossLayer(CacheLayerMixin):
 
 class CrossStore(Cache):
     """The cross-attention keys and values of every row. They grow with the longest source. lengths: for each row, its
-    source's number of ids or frames."""
+    source's number of ids or frames. layers: number of decoder layers. rows: number of rows."""
 
     def __init__(self, layers: int, rows: int) -> None:
         self.stores = [CrossLayer() for _ in range(layers)]
@@ -85,8 +85,8 @@ class CrossStore(Cache):
         self.lengths[low:high], self.width, self.aimed = lengths, max(width, self.width), None
 
     def aim(self, low: int, high: int) -> Tensor | None:
-        """Set the views to the rows [low, high). Return a bool tensor (A, 1, 1, S) that is True for the entries that
-        each row sees, or None if every row sees all."""
+        """Make `keys` and `values` of every layer views of the rows [low, high). Return a bool tensor (A, 1, 1, S) that
+        is True for the entries that each row sees, or None if every row sees all."""
         if self.aimed != (low, high):
             lengths = self.lengths[low:high]
             width, self.seen = max(lengths), None
@@ -116,8 +116,8 @@ class CrossStore(Cache):
 
 class EncoderDecoder(Stock):
     """The forward of transformers' decoder, with cross-attention to each row's source. rows: number of rows, spare ones
-    included. Raises ValueError for a decoder of another structure. Its logits are checked like every model's
-    (`selfcheck`)."""
+    included. cache: for self-attention. context: the largest number of ids per row. Raises ValueError for a decoder of
+    another structure. Its logits are checked like every model's (`selfcheck`)."""
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
         super().__init__(model, cache, context)
@@ -137,7 +137,7 @@ class EncoderDecoder(Stock):
 
     def store_source(self, low: int, encoded: Encoded) -> None:
         """Compute the cross-attention keys and values from the encoder's states, and store them in rows low, low + 1,
-        ..."""
+        ... encoded: the states of as many sources, in the order of the rows."""
         parts = [cross_attention(self.model, layer)(encoded.states) for layer in decoder_layers(self.model)]
         self.cross.write(low, parts, encoded.lengths)
 

@@ -31,23 +31,26 @@ def most_ids(window: Window) -> int:
 
 
 class Forward(Protocol):
-    """A way to run one pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale: see
-    `LM.scale`."""
+    """A way to run one pass over ids (A, n) at a window's positions. New keys and values go to the cache. scale (rows,
+    D): factors of the states that the head reads, None for none."""
 
     scale: Tensor | None
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         """Return the logits (A, n, V), and the states of `layers`. only (A,): a column of each row; the logits are then
-        (A, 1, V), after this column. None for all columns."""
+        (A, 1, V), after this column. None for all columns. ids (A, n): at the positions of `window`."""
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        """Run the pass without the head, to store keys and values. Return the states of `layers`."""
+        """Run the pass without the head, to store keys and values. Return the states of `layers`. ids (A, n): at the
+        positions of `window`."""
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run."""
+        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run. ids (A, n): at
+        the positions of `window`."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
-        """Move the accepted path of a tree. Arguments as in `cache.move_path`."""
+        """Move the keys and values of a tree's accepted path to the slots after its anchor. start (A,): the slots of
+        the anchors. path (A, m): the accepted nodes of each row's tree, then -1."""
 
     def head(self, states: Tensor) -> Tensor:
         """Return logits (..., V). states (..., D): after the final norm."""
@@ -58,7 +61,8 @@ class Stock:
     last one.
 
     A sliding window is a narrower attention mask over the same slots. These contain the whole text, so a text can be
-    cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`).
+    cut back to any length. form: the entry of `FORMS` that the model's code accepts (see `selfcheck`). cache: for the
+    keys and values.
     """
 
     scale: Tensor | None = None
@@ -132,7 +136,7 @@ class Stock:
 
 class Lean:
     """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether to round the
-    projections, see `llama.int8`."""
+    projections to 8 bits, with one scale per output. cache: for the keys and values."""
 
     scale: Tensor | None = None
 
@@ -182,8 +186,8 @@ class Lean:
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each (A or 1, n, 1, head size), at the window's positions. They come from a table that
-        grows with the slots."""
+        """Return cos and sin, each (A or 1, n, 1, head size), of the rotary angles at the window's positions. They come
+        from a table that grows with the slots."""
         self.refresh(window.limit)
         if window.start is not None:
             cos, sin = (part[None, window.start : window.limit, None] for part in self.angles)
@@ -231,8 +235,9 @@ def prepared(model: PreTrainedModel, change: Change | None) -> llama.Weights:
 
 
 def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
-    """Return the fastest attention function for a mask, see `llama.states_of`. mask (A, 1, n, L): added to the scores;
-    None if every token sees all slots."""
+    """Return the attention function that is fastest for a mask: from queries (A, H, n, D) and keys and values (A, G, L,
+    D) to (A, n, H D). mask (A, 1, n, L): added to the scores; None if every token sees all slots. shape: of the model.
+    """
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
     if mask is None or mask.shape[2] > SHORT:
@@ -241,21 +246,22 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
 
 
 def picked_columns(states: Tensor, only: Tensor) -> Tensor:
-    """Return some columns of each row: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A, n,
-    ...)."""
+    """Return some columns of each row's states: (A, 1, ...) for `only` (A,), (A, m, ...) for `only` (A, m). states (A,
+    n, ...). only: indices of columns (0-based)."""
     only = only.view(len(only), -1)
     return states[torch.arange(len(only), device=only.device).unsqueeze(1), only]
 
 
 def scaled(states: Tensor, scale: Tensor | None, low: int = 0) -> Tensor:
-    """Return states (A, n, D) times the scale of their rows. scale (rows, D): of all rows; None returns the states
-    unchanged. low: the first row of the states."""
+    """Return states (A, n, D) times the scale of their rows. scale (rows, D): row low + a is for states[a]; None
+    returns the states unchanged. low: the cache row of states[0]."""
     return states if scale is None else states * scale[low : low + len(states)].unsqueeze(1)
 
 
 def visible(window: Window, device: torch.device, width: int | None = None, *, chunk: int | None = None) -> Tensor:
     """Return a bool tensor (A, 1, n, limit): the slots that each token sees, up to its own position. width: if given,
-    only the last `width` of these. chunk: if given, only those in the same chunk of `chunk` positions."""
+    only the last `width` of these (a sliding window). chunk: if given, only those in the same chunk of `chunk`
+    positions. window: the positions (A, n) of the tokens, and the number of slots. device: of the result."""
     slots = torch.arange(window.limit, device=device)
     if window.branches is not None:
         return seen_on_paths(window.positions, slots, window.branches, width, chunk)
@@ -263,8 +269,9 @@ def visible(window: Window, device: torch.device, width: int | None = None, *, c
 
 
 def seen_from(positions: Tensor, slots: Tensor, width: int | None = None, chunk: int | None = None) -> Tensor:
-    """Return a bool tensor (A, 1, n, L): the slots that tokens at positions (A, n) see. slots, (L,) or (A, 1, L): the
-    position of the token in each slot. width, chunk: as in `visible`."""
+    """Return a bool tensor (A, 1, n, L): the slots that tokens at positions (A, n) see, up to their own position.
+    slots, (L,) or (A, 1, L): the position of the token in each slot. width: if given, only the last `width` positions.
+    chunk: if given, only positions in the same chunk of `chunk` positions."""
     seen = slots <= positions.unsqueeze(-1)
     if width:
         seen &= slots > positions.unsqueeze(-1) - width
@@ -278,7 +285,8 @@ def seen_on_paths(
 ) -> Tensor:
     """Return a bool tensor (A, 1, n, L): the slots that the nodes of a tree see, which are the text up to the anchor
     (the text's last token), their ancestors and themselves. positions (A, n): of the nodes. slots (L,): the numbers of
-    the slots. width, chunk: as in `visible`, counted in positions along a node's path, not in slots."""
+    the slots. width, chunk: if given, only the last `width` positions or those in the same chunk, counted along a
+    node's path, not in slots; they have an effect only if `branches.depths` is given."""
     column = _columns(slots, branches)
     seen = (branches.seen.unsqueeze(-1) >> column.unsqueeze(1) & 1).bool().unsqueeze(1)
     if (width or chunk) and branches.depths is not None:
@@ -287,8 +295,8 @@ def seen_on_paths(
 
 
 def positions_on_paths(slots: Tensor, branches: Branches) -> Tensor:
-    """Return the positions (A, 1, L) of the tokens in slots (L,), for a pass over a tree. `branches.depths` must be
-    known."""
+    """Return the positions (A, 1, L) of the tokens in slots (L,), for a pass over a tree. slots: the numbers of the
+    slots. `branches.depths` must not be None."""
     assert branches.depths is not None
     column = _columns(slots, branches)
     depths = branches.depths.gather(1, column.clamp(max=branches.depths.shape[1] - 1))
@@ -302,6 +310,6 @@ def _columns(slots: Tensor, branches: Branches) -> Tensor:
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an attention mask to add to scores: 0 where `seen` (bool) is True, else the lowest number of the dtype.
-    Computed once; from a bool mask, every layer would compute it again."""
+    """Return an attention mask in the shape of `seen` (bool), to be added to scores: 0 where `seen` is True, else the
+    lowest number of the dtype. It is computed once per pass; from a bool mask, every layer would compute it again."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)

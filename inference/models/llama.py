@@ -43,8 +43,8 @@ Network = TypeVar("Network", bound=nn.Module)
 
 class Linear(NamedTuple):
     """A projection. weight (out, in). bias (out,), or None. scale (out,): for an int8 weight, whose row r means
-    scale[r] * weight[r]; None for other dtypes. packed: the same product with a second copy of the weight, see
-    `packing`; None without a copy."""
+    scale[r] * weight[r]; None for other dtypes. packed: multiplies by a second copy of the weight, in the order in
+    which a CPU kernel reads it; None without a copy."""
 
     weight: Tensor
     bias: Tensor | None
@@ -128,13 +128,13 @@ def states_of(
     layers: Collection[int] = (LAST,),
     stored: bool = False,
 ) -> dict[int, Tensor]:
-    """Return the states (A, n, W) of `layers` for ids (A, n), by layer (numbered as in `passes`). Decoder layers that
-    these states do not need do not run.
+    """Return the states (A, n, W) of `layers` for ids (A, n), by layer (0: the embeddings, i: after i decoder layers,
+    `LAST`: the input of the head). Decoder layers that these states do not need do not run.
 
-    cos, sin (A or 1, n, 1, D): see `angles`. keep(i, k, v): stores layer i's new keys and values (A, G, n, D), and
-    returns all keys and values that the layer may read (A, G, L, D). attend(q, k, v): `flash`, `batched` or `folded`,
-    from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and values. The last layer
-    then stops after storing them if its states are not needed.
+    cos, sin (A or 1, n, 1, D): of the angles of the ids' positions. keep(i, k, v): stores layer i's new keys and values
+    (A, G, n, D), and returns all keys and values that the layer may read (A, G, L, D). attend(q, k, v): `flash`,
+    `batched` or `folded`, from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and
+    values. The last layer then stops after storing them if its states are not needed. weights, shape: of the model.
     """
     x, states = F.embedding(ids, weights.embedding), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
@@ -159,16 +159,17 @@ def states_of(
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
     """Return attention (A, n, H D), computed by torch's own kernels. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1, n,
-    L): the attention mask, added to the scores; None if all slots are visible."""
+    L): the attention mask, added to the scores; None if all slots are visible. shape: gives the factor of the scores.
+    """
     grouped = shape.heads != shape.groups
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=shape.scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 
 def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return attention as `flash` does, computed by two batched products over each group of heads. q, k, v: as in
-    `flash`. mask (A G, H/G n, L): see `grouped`. Use it for a few ids per row on a CPU; torch's kernel takes 1.5 times
-    as long there."""
+    """Return attention (A, n, H D), computed by two batched products over each group of heads. q (A, H, n, D). k, v (A,
+    G, L, D). mask (A G, H/G n, L): the mask that `grouped` returns. Use it for a few ids per row on a CPU; torch's
+    kernel takes 1.5 times as long there."""
     A, H, n, D = q.shape
     queries = q.reshape(A * shape.groups, -1, D)
     scores = torch.baddbmm(mask, queries, k.flatten(0, 1).transpose(1, 2), alpha=shape.scale)
@@ -176,7 +177,7 @@ def batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, shape: ModelShape) ->
 
 
 def grouped(mask: Tensor, shape: ModelShape) -> Tensor:
-    """Return an attention mask (A, 1, n, L) copied for every head: (A G, H/G n, L)."""
+    """Return an attention mask (A, 1, n, L) copied for every head: (A G, H/G n, L). shape: gives H and G."""
     A, _, n, L = mask.shape
     return mask.expand(A, shape.heads, n, L).reshape(A * shape.groups, -1, L)
 
@@ -191,7 +192,8 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _rotated(states: Tensor, w: Layer, shape: ModelShape, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries (A, n, H, D), keys and values (A, n, G, D). states (A, n, H+2G, D): all three, joined. Queries and
-    keys are normalised if the layer has such norms, then rotated. cos, sin (A or 1, n, 1, D): see `angles`."""
+    keys are normalised if the layer has such norms, then rotated by the angles of their positions. cos, sin (A or 1, n,
+    1, D): of these angles."""
     turned, v = states.split((shape.heads + shape.groups, shape.groups), 2)
     if w.q_norm is not None and w.k_norm is not None:
         q, k = turned.split((shape.heads, shape.groups), 2)
@@ -208,7 +210,7 @@ def folded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -
     Torch's flash kernel supports no attention mask, and its memory-efficient kernel no groups of heads. For a call with
     a mask and groups, most GPUs run separate products and a softmax, over keys and values copied for every head. Here
     the heads of a group are laid out along the query length, so there are no groups, and one kernel reads keys and
-    values once per group.
+    values once per group. scale: factor of the attention scores.
     """
     A, H, n, D = q.shape
     G = k.shape[1]
@@ -226,8 +228,8 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
 
 
 def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
-    """Return cos and sin (slots, D) at positions 0, 1, ..., from the model's own rotary module. `sin` already has the
-    signs that a rotation by `roll` needs."""
+    """Return cos and sin (slots, D) of the rotary angles at positions 0 to slots - 1, from the model's own rotary
+    module. `sin` already has the signs that a rotation by `roll` needs."""
     body: Any = model.base_model
     like = torch.empty((), dtype=model.dtype, device=model.device)
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
@@ -438,14 +440,15 @@ def rounded_copy(network: Network) -> Network:
 
 
 def packed_copy(network: Network) -> Network:
-    """Return a copy of a network that shares its weights. Linear layers whose weight `packing.pack` can copy become
-    `PackedLinear`. If there are none, return the network itself."""
+    """Return a copy of a network that shares its weights. Linear layers become `PackedLinear` if the packed copy can
+    represent their weight. If there are none, return the network itself."""
     copied = _with_linears(network, PackedLinear.of)
     return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a second copy of its weight, see `packing`."""
+    """A linear layer that multiplies by a packed copy of its weight, in the order in which a CPU kernel reads it
+    (`packing`). x (..., in) -> (..., out)."""
 
     def __init__(self, product: packing.Product) -> None:
         super().__init__()
@@ -453,7 +456,8 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> nn.Module:
-        """Return the linear layer with a second copy of its weight, or the layer itself if no copy can be made."""
+        """Return a `PackedLinear` with a packed copy of this layer's weight, or the layer itself if a packed copy could
+        not represent the weight."""
         product = packing.pack(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
         return linear if product is None else cls(product)
 

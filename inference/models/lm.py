@@ -110,12 +110,13 @@ class LM:
 
     @property
     def compiled(self) -> bool:
-        """Return whether short passes are compiled or CUDA graphs, so that all drafts of a round can be one call."""
+        """Return whether short passes run as compiled code or as CUDA graphs. A draft model can then make all drafts of
+        a round in one call (`drafts`)."""
         return isinstance(self.run, Replayed)
 
     @property
     def uses_graphs(self) -> bool:
-        """Return whether short passes are CUDA graphs."""
+        """Return whether short passes run as CUDA graphs."""
         return isinstance(self.run, Replayed) and self.run.replay.fixed
 
     def _ones(self, rows: int, width: int) -> Tensor:
@@ -163,9 +164,9 @@ class LM:
         return isinstance(self.run, EncoderDecoder)
 
     def encode(self, low: int, sources: Sequence[Source], encoded: Encoded | None = None) -> None:
-        """Run the encoder on `sources` in one pass, and store the cross-attention keys and values in rows low, low + 1,
-        ... encoded: the states of an encoder with equal weights; then this model's encoder does not run. None to run
-        it."""
+        """Run the encoder on `sources` (one per row, token ids or features) in one pass, and store the cross-attention
+        keys and values in rows low, low + 1, ... encoded: the states of an encoder with equal weights; then this
+        model's encoder does not run. None to run it."""
         assert isinstance(self.run, EncoderDecoder), "LM.encode of a model without an encoder"
         self.encoded = self.run.encode(sources) if encoded is None else encoded
         self.run.store_source(low, self.encoded)
@@ -181,13 +182,13 @@ class LM:
         states: Layers = (),
         tree: Tree | None = None,
     ) -> Pass:
-        """Run one pass over ids (A, n) in the rows [low, low + A), from position start[b] on in row b.
+        """Run one pass over ids (A, n) in the rows [low, low + A), from position start[b] (0-based) on in row b.
 
-        Returns logits (A, n, V), and the states (A, n, D) of the layers in `states`, see `passes`. If passes are CUDA
-        graphs, the next pass of this LM overwrites both: copy them if they are needed later. Results after a row's last
-        token come from padding ids and have no meaning; the row's next pass overwrites their keys and values. only
-        (A,): a column of each row; the logits are then (A, 1, V), after this column. at (A,): `start` as a tensor, if
-        it is already on the device.
+        Returns logits (A, n, V), and the states (A, n, D) of the layers in `states`, by layer (0: the embeddings, i:
+        after i decoder layers, `LAST`: the input of the head). If passes are CUDA graphs, the next pass of this LM
+        overwrites both: copy them if they are needed later. Results after a row's last token come from padding ids and
+        have no meaning; the row's next pass overwrites their keys and values. only (A,): a column of each row; the
+        logits are then (A, 1, V), after this column. at (A,): `start` as a tensor, if it is already on the device.
 
         tree: if given, the ids are the anchor (the text's last token) and the nodes of a tree of drafts (Miao et al.
         2023, 2305.09781), or the last n of these if earlier passes stored the others. start[b] is then the anchor's
@@ -229,8 +230,9 @@ class LM:
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
-        """Run `forward` without the head, to store prompts, and return the states (A, n, D) of the layers in
-        `states`."""
+        """Run `forward` without the head, to store the keys and values of prompts. Return the states (A, n, D) of the
+        layers in `states`, by layer. ids (A, n): in the rows [low, low + A). start: for each row, the position
+        (0-based) of its first id."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
     def hidden(
@@ -244,8 +246,9 @@ class LM:
         tree: Tree | None = None,
     ) -> Tensor:
         """Return the states (A, n, D) after the first `layers` decoder layers. The pass ends there (early exit:
-        Elhoushi et al. 2024, 2404.16710). Other arguments as in `forward`. Raises ValueError for more layers than the
-        model has.
+        Elhoushi et al. 2024, 2404.16710). ids (A, n): in the rows [low, low + A), row b from position start[b] on. at
+        (A,): `start` as a tensor, if it is already on the device. tree: as in `forward`, for ids that are an anchor and
+        a tree's nodes. Raises ValueError for more layers than the model has.
 
         The pass stores keys and values of these layers. The later layers' keys and values are out of date at these
         positions until a whole pass writes them.
@@ -259,9 +262,9 @@ class LM:
 
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
         """Move the keys and values of accepted nodes of a tree to the slots after their anchor, so that slots are
-        positions again. Call it after a pass over the tree. start: the anchors' positions. path (A, m): the accepted
-        nodes of each row, parents before children, then -1. at (A,): `start` as a tensor, if it is already on the
-        device."""
+        positions again. Call it after a pass over the tree. start: for each row, the anchor's position (0-based). path
+        (A, m): the accepted nodes of each row, parents before children, then -1. at (A,): `start` as a tensor, if it is
+        already on the device."""
         self.run.keep(torch.tensor(start, device=self.device) if at is None else at, path)
 
     def head(self, states: Tensor) -> Tensor:
@@ -307,13 +310,15 @@ class LM:
         return Window(low, low + len(start), positions, None, first + width)
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy row `source` of the cache to row `target`. length: number of tokens to copy."""
+        """Copy the first `length` tokens' keys and values of row `source` of the cache to row `target`; for an
+        encoder-decoder, also the keys and values of its source."""
         self.cache.move(source, target, length)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.move(source, target)
 
     def clear(self, slot: int) -> None:
-        """Set all keys and values of row `slot`, which may contain NaN, to zero. See `SlotCache.clear`."""
+        """Set all keys and values of row `slot` of the cache to zero. They may contain NaN, and 0 times NaN is NaN even
+        where they are masked."""
         self.cache.clear(slot)
         if isinstance(self.run, EncoderDecoder):
             self.run.cross.clear(slot)
@@ -338,7 +343,8 @@ def store_prompts(
     encoded: Encoded | None = None,
 ) -> States:
     """Store every token of each prompt except the last, in rows low, low + 1, ... of the cache, `chunk` positions per
-    pass. An encoder-decoder first encodes the prompts' sources. encoded: see `LM.encode`.
+    pass. An encoder-decoder first encodes the prompts' sources. encoded: the states of an encoder with equal weights;
+    then this model's encoder does not run. None to run it.
 
     Returns the states (A, n, D) of the layers in `states`, by layer. Column j is the state of token j of a prompt;
     columns after its last stored token have no meaning. Raises ValueError if an encoder-decoder gets a text without a
@@ -358,8 +364,10 @@ def store_prompts(
 def store_tails(
     lm: LM, low: int, texts: Sequence[list[int]], begin: int = 0, chunk: int = CHUNK, states: Layers = ()
 ) -> list[States]:
-    """Store every token of each text except the last, from position `begin` on, in rows low, low + 1, ... of the cache,
-    `chunk` positions per pass. Returns, for each pass, the states (A, n, D) of the layers in `states`, by layer."""
+    """Store every token of each text except the last, from position `begin` (0-based) on, in rows low, low + 1, ... of
+    the cache, `chunk` positions per pass. Returns, for each pass, the states (A, n, D) of the layers in `states`, by
+    layer. Column j of pass i is for position begin + i * chunk + j; columns after a text's last stored token have no
+    meaning."""
     parts = []
     for start in range(begin, max(map(len, texts)) - 1, chunk):
         tails = [text[:-1][start : start + chunk] or text[:1] for text in texts]

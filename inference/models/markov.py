@@ -34,7 +34,8 @@ class FromZero(nn.Linear):
 
 class MarkovHead(nn.Module):
     """A low-rank table of token pairs. markov_w1 (V, r): a row for each preceding token. markov_w2 (Vd, r): the product
-    with that row is added to the logits; zero before training. The names are those that serving engines load."""
+    with that row is added to the logits; zero before training. The names are those that serving engines load.
+    vocabulary: V. rank: r. draft_vocabulary: Vd."""
 
     def __init__(self, vocabulary: int, rank: int, draft_vocabulary: int) -> None:
         super().__init__()
@@ -60,7 +61,10 @@ def put_markov_head(network: PreTrainedModel) -> MarkovHead:
     the LM gets a small head too, add that first. Raises ValueError for a rank that is no whole number above 0."""
     rank, size = getattr(network.config, MARKOV, None), network.config.get_text_config().vocab_size
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}")
+        raise ValueError(
+            f"{MARKOV} in config.json must be a whole number above 0, not {rank!r}: use "
+            "the config.json that belongs to the weights"
+        )
     tokens = getattr(network.config, VOCABULARY, None) or size
     head = MarkovHead(size, rank, tokens).to(network.device, network.dtype)
     network.add_module(MODULE, head)
@@ -77,8 +81,9 @@ def remove_markov_head(network: PreTrainedModel) -> bool:
 
 
 def spread_of(network: PreTrainedModel, vocabulary: int) -> Callable[[Tensor], Tensor]:
-    """Return a function from the Markov head's terms (..., Vd) to terms (..., vocabulary). Ids that the draft's
-    vocabulary lacks get -inf. Ids that the LM lacks get 0, since its logits give them no mass."""
+    """Return a function from the Markov head's terms (..., Vd) to terms (..., vocabulary) by id of the target. Ids
+    outside a pruned vocabulary get -inf. Ids from the LM's vocabulary size on get 0, since the LM's logits give them no
+    mass."""
     size = network.config.get_text_config().vocab_size
     known = getattr(network.get_output_embeddings(), "known", None)
     every = (lambda logits: logits) if known is None else partial(spread_logits, known=known, size=size)

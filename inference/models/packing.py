@@ -50,7 +50,7 @@ class Product(Protocol):
 
 
 class InBfloat16:
-    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order."""
+    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order. weight (out, in). bias (out,), or None."""
 
     width = 2
 
@@ -65,10 +65,11 @@ class InBfloat16:
 
 class InFloat16:
     """A `Product` in float32. The copy of the weight is in FBGEMM's order and in float16. factor: a power of two that
-    the weight is multiplied by before it is rounded to float16, see `factor_of`.
+    the weight is multiplied by before it is rounded to float16, so that float16 can represent it.
 
     The product is a torch operator that gets a number and finds this object by it. Compiled code cannot hold FBGEMM's
-    objects, and all models of one shape share it, so it holds no constant of one model.
+    objects, and all models of one shape share it, so it holds no constant of one model. weight (out, in). bias (out,),
+    or None.
     """
 
     width = 2
@@ -125,8 +126,8 @@ def has_fbgemm() -> bool:
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Return the product with a packed copy of the weight (out, in) and the bias (out,). Return None if the copy could
-    not represent the weight's numbers."""
+    """Return an object that multiplies by a packed copy of the weight (out, in) and adds the bias (out,), None for no
+    bias. Return None if the copy could not represent the weight's numbers."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
     factor = factor_of(weight)

@@ -30,9 +30,10 @@ class Pass(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The inputs of a pass over columns of a tree, in addition to positions. anchor (A, 1): the slot of each text's
-    last token (the anchor). slots (A, n): the slots that the columns' keys and values are written to. seen (A, n),
-    depths (A, N + 1): see `verify.tree.Tree`."""
+    """The inputs of a pass over n columns of a tree of N nodes, in addition to positions. anchor (A, 1): the slot of
+    each text's last token (the anchor). slots (A, n): the slots that the columns' keys and values are written to. seen
+    (A, n), int64: for each column, bit c is set if it attends to column c (column 0 is the anchor, column i + 1 node
+    i). depths (A, N + 1): each column's depth, 0 for the anchor; None for a pass without sliding windows or chunks."""
 
     anchor: Tensor
     slots: Tensor

@@ -227,7 +227,7 @@ def longest_text(config: PreTrainedConfig) -> int:
 
 def id_of(config: PreTrainedConfig, name: str) -> Any:
     """Return the token id, or list of ids, under a key of a config, or None if the config lacks the key. Some families
-    lack it."""
+    lack it. name: the key."""
     return getattr(config, name, None)
 
 
@@ -270,8 +270,9 @@ def _logit_scale(config: dict[str, Any]) -> float:
 
 @torch.no_grad()
 def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tensor:
-    """Return logits (n, V) of one text, from the model's own forward without a cache. at: the n positions whose logits
-    are returned; the head reads only these if the model's code can. inputs: arguments of the forward."""
+    """Return logits (n, V) of one text, from the model's own forward without a cache. at: the n positions (0-based)
+    after which logits are returned; the head reads only these if the model's code can. inputs: arguments of the
+    forward."""
     rows = torch.tensor(at, device=model.device)
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
@@ -286,9 +287,9 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
 @contextmanager
 def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int, Tensor]]:
     """Yield a dictionary. A pass of the model or of its body, within the `with` block, puts the states (A, n, D) of
-    `layers` into it, by layer.
+    `layers` into it, by layer (0: the embeddings, i: after i decoder layers, `LAST`: the input of the head).
 
-    Raises ValueError if the model's layers are not known, see `decoder_layers`.
+    Raises ValueError if the model's decoder layers cannot be identified.
     """
     states: dict[int, Tensor] = {}
 
@@ -332,7 +333,8 @@ class _Left(Exception):
 
 
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
-    """Add a hook that passes the states of a layer to `use`, and return the hook's handle."""
+    """Add a hook that passes the states (A, n, D) of a layer to `use` during each pass, and return the hook's handle.
+    layer: 0 for the embeddings, i after i decoder layers, `LAST` for the input of the head."""
     if layer == LAST:
         body = model.get_decoder()  # both the model and its `base_model` run this body
         if body is model:

@@ -20,7 +20,7 @@ PACKS = "support_avx512bf16_for_cpu"  # attribute of bitsandbytes' 4-bit layers
 
 def refuse_quantisation(path: str, quantisation: str, config: PretrainedConfig) -> None:
     """Raise ValueError for a quantisation that is unknown or not installed, and for any quantisation of a checkpoint
-    that is already quantised. path, config: the checkpoint's."""
+    that is already quantised. path: the checkpoint's, for messages. config: the checkpoint's config."""
     if quantisation not in QUANTISATIONS:
         raise ValueError(f"quantisation must be one of {', '.join(QUANTISATIONS)}, not {quantisation!r}")
     if quantisation == "none":
@@ -56,7 +56,8 @@ def load_as(
     device: torch.device | str | None = None,
 ) -> PreTrainedModel:
     """Return the model at a path, loaded in a quantisation. A checkpoint that is already quantised is loaded as it is.
-    dtype, device: as in `load_model`. Raises ValueError for a quantisation that is unknown or needs bitsandbytes."""
+    dtype: of the weights; None for the checkpoint's own, or float32 on a CPU that would emulate it. device: None for
+    the CPU. Raises ValueError for a quantisation that is unknown or needs bitsandbytes."""
     if quantisation == "none" or weights_quantisation(config := AutoConfig.from_pretrained(path)):
         return load_model(path, dtype, device=device)
     refuse_quantisation(path, quantisation, config)

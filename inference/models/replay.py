@@ -75,8 +75,8 @@ class Asked(NamedTuple):
     returns the function. reads: tensors by name that the function reads in place; their owner calls `drop` when it
     replaces them. rows: the largest number of rows; a recording has a power of two of rows, at most this many; 0 if the
     number of rows is fixed. widths: the numbers of ids per row to record, in ascending order; missing ids repeat the
-    last one, so that its keys and values are written again. steady: see `Pure`. first: returns other inputs for the
-    runs before a recording; None to use the present inputs.
+    last one, so that its keys and values are written again. steady: names of inputs whose values change only when the
+    tensor is replaced. first: returns other inputs for the runs before a recording; None to use the present inputs.
     """
 
     name: Hashable
@@ -103,7 +103,7 @@ class Replay:
         self.model, self.int8, self.device = model, int8, model.device
 
     def takes(self, A: int, rows: int) -> bool:
-        """Return whether functions of A rows are replayed, for a caller with room for `rows` rows."""
+        """Return whether functions of A rows are recorded or compiled, for a caller with room for `rows` rows."""
         return False
 
     def width(self, n: int, widths: Sequence[int]) -> int:
@@ -123,17 +123,23 @@ class Replay:
         """Drop everything that was made from weights or keys and values that are now replaced."""
 
     def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
-        """Return the result of make()(**inputs, **reads), or None if it is not replayed. The result of a recording is
-        valid until the next call. Arguments as in `Asked`; how: the other fields of `Asked`."""
+        """Return the result of make()(**inputs, **reads), or None if the function is neither recorded nor compiled. The
+        result of a recording is valid until the next call.
+
+        name: everything that the function depends on except its arguments. inputs: tensors by name; they are copied.
+        make: returns the function. reads: tensors by name that the function reads in place. how: the other fields of
+        `Asked`.
+        """
         return self.run(Asked(name, inputs, make, reads, **how))
 
     def run(self, asked: Asked) -> Any:
-        """Replay a function. Return its result, or None if it is not replayed."""
+        """Run a function as a recording or compiled. Return its result, or None if it is neither."""
         return None
 
     def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        """Return the round as a function of tensors, or None if the round cannot be replayed. Arguments as in
-        `Round.pure`."""
+        """Return the round as a function of the tensors that it reads, or None if it cannot be recorded or compiled.
+        round: a `Round`. depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest
+        tokens. trees: whether it draws children of trees."""
         return None
 
     def replayed(
@@ -148,11 +154,12 @@ class Replay:
         greedy: bool = False,
         trees: bool = False,
     ) -> Any:
-        """Return the result of `run(round, tensors, K)`, where `run` is what make() returns. Return None if it is not
-        replayed.
+        """Return the result of `run(round, tensors, K)`, where `run` is what make() returns. Return None if this is
+        neither recorded nor compiled.
 
-        `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads, name: as in `Asked`. K:
-        number of drafts. greedy: whether `run` drafts the likeliest tokens. trees: whether it draws children.
+        `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads: tensors by name that `run`
+        reads in place. name: everything else that `run` depends on. K: number of drafts. greedy: whether `run` drafts
+        the likeliest tokens. trees: whether it draws children of trees.
         """
         pure = None if self.failed else self.pure(round, K, greedy, trees)
         if pure is None:
@@ -174,16 +181,21 @@ class Replay:
         make: Make | None = None,
         **how: bool,
     ) -> Any:
-        """Return the result of `replayed`, or the result of `run(round, tensors, k)` if nothing is replayed. K, k:
-        number of drafts if replayed, and if not. make: returns a module that does the same as `run`, but refers to
-        nothing that a compiled module must not keep alive; None for `run` itself. Other arguments as in `replayed`."""
+        """Return the result of `run(round, tensors, number of drafts)`, recorded or compiled if possible. K: the number
+        of drafts if it is; k: if it is not.
+
+        `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads: tensors by name that `run`
+        reads in place. name: everything else that `run` depends on. make: returns a module that does the same as `run`,
+        but refers to nothing that a compiled module must not keep alive; None for `run` itself. how: `greedy` and
+        `trees`, as in `replayed`.
+        """
         result = self.replayed(round, name, given, make or (lambda: run), K, reads, **how)
         return run(round, {**given, **(reads or {})}, k) if result is None else result
 
 
 class _Bound(nn.Module):
-    """A function of a round (`run`) as a function of the tensors that the round reads. on: see `Pure`. K: number of
-    drafts."""
+    """A function `run` of a round as a function of the tensors that the round reads. on: returns the round for given
+    tensors. K: number of drafts."""
 
     def __init__(self, run: Callable[..., Any], on: Callable[[Inputs], Any], K: int) -> None:
         super().__init__()
@@ -202,7 +214,7 @@ def replay_of(model: PreTrainedModel, compile: bool, int8: bool = False) -> Repl
 
 class Graph:
     """A CUDA graph of `run`, a function without arguments that reads nothing on the host. On a CPU `run` is called
-    instead. pool: the graph's memory pool, see `pool_for`.
+    instead. device: where `run` computes. pool: the graph's memory pool, from `pool_for`; None on a CPU.
 
     A CUDA graph reads memory, not tensors. The caller must therefore keep every tensor that `run` refers to alive, or
     pass it in `reads`; the graph keeps that alive.
@@ -354,7 +366,8 @@ class Recorded(Replay):
         self.graphs[key] = Graph(bound, self.device, self.pool, reads), buffer
 
     def _copied(self, inputs: Inputs, steady: frozenset[str]) -> dict[str, Tensor]:
-        """Copy the inputs into the memory that graphs read, and return these copies."""
+        """Copy the inputs into the memory that graphs read, and return these copies. steady: names of inputs whose
+        values change only when the tensor is replaced; these are copied only then."""
         copies = {}
         for name, value in inputs.items():
             copies[name] = copy = self._memory(name, value)

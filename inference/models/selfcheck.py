@@ -157,7 +157,7 @@ class SelfCheck:
             if unknown:
                 raise ValueError(
                     f"states: {name} has layers 0 to {depth}, and {LAST} for the input of its head, but no layer "
-                    f"{unknown[0]}"
+                    f"{unknown[0]}: name one of these"
                 )
             self._check("states", Probe.states)
             self.agreed.add(layers)
@@ -188,7 +188,7 @@ class SelfCheck:
 
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
     """Return the result of `check`. The check runs again only if values, classes or settings of the model have changed.
-    name: the check's name and the context."""
+    name: the check's name and the context. Raises ValueError for a model on the meta device."""
     if any(p.is_meta for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__}: its weights are on the meta device, so it cannot run; load it with weights"
@@ -254,7 +254,7 @@ class Probe:
 
     def stock(self, cache: SlotCache, form: str) -> Stock:
         """Return transformers' forward with a form of attention mask. If the model has an encoder, the sources of both
-        rows are encoded."""
+        rows are encoded. cache: for the keys and values of the pass. form: an entry of `FORMS`."""
         if self.sources is None:
             return Stock(self.model, cache, self.context, form)
         run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
@@ -273,7 +273,7 @@ class Probe:
 
     def _late(self, make: Make) -> CheckResult:
         """Compare the logits at the end of a longer row: angles, masks and caches may be wrong past some position.
-        make: as in `logits`."""
+        make: returns the forward under test for a cache."""
         T = min(LATE, self.context)
         size = self.model.config.get_text_config().vocab_size
         count = torch.arange(T, device=self.ids.device)[None]
@@ -335,7 +335,8 @@ class Probe:
 
     def _own(self, ids: Tensor, row: int | None = None) -> Tensor:
         """Return the model's own logits (B, n, V). ids (B, n): the texts. row: for a model with an encoder, the row
-        whose source all texts have; None if text b has the source of row b. Each source is encoded alone."""
+        whose source all texts have; None if text b has the source of row b. Each source is encoded alone. Raises
+        ValueError if the model's own forward raises."""
         parts: list[tuple[Tensor, Source | None]] = [(ids, None)]
         if self.sources is not None:
             parts = [(ids, self.sources[row])] if row is not None else [*zip(ids.split(1), self.sources, strict=True)]
@@ -353,7 +354,8 @@ class Probe:
     def _noise(self, lengths: list[int], own: Rows, again: Callable[[], Rows], *more: Callable[[], Rows]) -> Tensor:
         """Return the noise (P,) of the model's own numbers at each position: how much they differ when computed in
         other correct ways (`more`), or from embeddings that are rounded once more. The model amplifies this rounding as
-        it amplifies every layer's rounding. lengths: for each row, how many of its first positions count."""
+        it amplifies every layer's rounding. lengths: for each row, how many of its first positions count. own: the
+        model's own numbers. again: computes them once more."""
         ways: list[Callable[[], Rows]] = [*more, *(partial(self._rounded, again, seed) for seed in range(SAMPLES))]
         cut = [[row[:length] for row, length in zip(way(), lengths, strict=True)] for way in ways]
         return torch.stack([_apart(rows, own) for rows in cut]).amax(0).clamp(max=MOST * LOUD)
@@ -393,7 +395,8 @@ class Probe:
         return rows
 
     def states(self, make: Make) -> CheckResult:
-        """Compare the states of all layers with the states of the model's own forward. make: as in `logits`."""
+        """Compare the states of all layers with the states of the model's own forward. make: returns the forward under
+        test for a cache."""
         count = layers_of(self.model.config)
         layers = (*range(count + 1), LAST)
 
@@ -416,8 +419,8 @@ class Probe:
         return self._compared(ours, whole, own, "states", parts=len(layers))
 
     def trees(self, make: Make) -> CheckResult:
-        """Compare the logits after each node of a tree with the logits after that node's path alone. make: as in
-        `logits`."""
+        """Compare the logits after each node of a tree with the logits after that node's path alone. make: returns the
+        forward under test for a cache."""
         if biased_by_slots(self.model.config):
             return CheckResult(0.0, 0.0, "its biases by distance (ALiBi) count slots, which are no positions in a tree")
         parents = BRANCHES if self.later == LATER else BRANCHES[: 2 * (self.later > 1)]
@@ -434,7 +437,8 @@ class Probe:
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
         """Return the logits (2, N, V) of both rows' trees. The first two nodes run in a separate pass. parents: the
-        parent of each node, -1 for the text. nodes (2, N): their ids."""
+        parent of each node, -1 for the text. nodes (2, N): their ids. make: returns the forward under test for a cache.
+        """
         cache, prompt = self._cache(), self._prompt()
         forward, starts = make(cache), torch.tensor(self.starts, device=nodes.device)
         self._pass(forward, cache, self.ids[:, : prompt.limit], prompt)
@@ -447,7 +451,8 @@ class Probe:
 
     def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
         """Return the model's own logits (N, V) for each of the two rows: after each node, with the node's path as a
-        text. ancestors (N, N): see `Tree.ancestors`. nodes (2, N): the nodes' ids."""
+        text. ancestors (N, N), bool: entry (i, j) is whether node j is node i or an ancestor of node i. nodes (2, N):
+        the nodes' ids."""
         logits = []
         for row, start in enumerate(self.starts):
             texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]

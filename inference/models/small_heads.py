@@ -20,7 +20,7 @@ CHUNK = 2**14  # rows of a head that are in float64 at once
 
 
 class LowRank(nn.Module):
-    """A matrix of low rank: `up` (Vd, r) times `down` (r, D)."""
+    """A matrix of low rank: `up` (Vd, r) times `down` (r, D). width: D. tokens: Vd. rank: r."""
 
     def __init__(self, width: int, tokens: int, rank: int) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def spread_logits(logits: Tensor, known: Tensor, size: int) -> Tensor:
-    """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): of the ids `known`
-    (Vd,)."""
+    """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): entry i is for the id
+    known[i]. known (Vd,)."""
     return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
 
 
 def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
     """Return distributions (..., size) in which all ids outside `known` have 0, or NaN if the distribution is NaN.
-    probs (..., Vd): of the ids `known` (Vd,)."""
+    probs (..., Vd): entry i is for the id known[i]. known (Vd,)."""
     none = probs[..., :1] - probs[..., :1]
     # the compiler of torch 2.13 copies an expanded tensor without room for its entries
     return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy(-1, known, probs)
@@ -129,8 +129,8 @@ class SmallHead(nn.Module):
         return logits if self.known is None else spread_logits(logits, self.known, self.size)
 
     def begin(self, rows: Tensor | None) -> None:
-        """Set the weights from a full head, rows (V, D). If `rows` is None, the weights stay random. The vocabulary is
-        the first Vd ids until `know` has chosen others."""
+        """Set the weights, in place, from a full head, rows (V, D). If `rows` is None, the weights stay random. The
+        vocabulary is the first Vd ids until `know` has chosen others."""
         self.undecided, self.rows = self.known is not None, rows
         if rows is not None:
             fill(self.projection, rows if self.known is None else rows[: len(self.known)])

@@ -42,8 +42,9 @@ TREE_WIDTHS = (*WIDTHS[:-1], 17, 33, MOST_NODES + 1)  # ids per row of a tree's
 
 
 def by_round(round: Any, greedy: bool) -> Choose:
-    """Return a function that draws each draft from the round's distributions (see `Choose`). greedy: whether it takes
-    the likeliest token instead, with a one-hot distribution."""
+    """Return a function that maps logits (A, V) and the earlier drafts to the next drafts (A,) and their distributions
+    (A, V), by the round's settings. greedy: whether it takes the likeliest token instead, with a one-hot distribution.
+    """
 
     def choose(logits: Tensor, drafts: list[Tensor]) -> tuple[Tensor, Tensor]:
         probs = round.probs(logits, drafts)
@@ -83,8 +84,8 @@ class Nodes(NamedTuple):
     tree: Tree | None = None
 
     def of_parents(self, values: Tensor) -> Tensor:
-        """Return the values (A, n, ...) of these nodes' parents. values (A, m, ...): of the m nodes of the previous
-        pass."""
+        """Return the values (A, n, ...) of these nodes' parents: entry i is for the parent of node i. values (A, m,
+        ...): of the m nodes of the previous pass."""
         if self.above is None:
             return values
         return values[torch.arange(len(values), device=values.device).unsqueeze(1), self.above]
@@ -100,8 +101,9 @@ def one_by_one(
     """Return a chain of up to K drafts, (A, K), made one after the other, and the distributions (A, K, V) that they
     were drawn from.
 
-    logits (A, V): after the texts. follow: returns the logits after a draft. choose: makes a draft from logits.
-    goes_on: see `Round.goes_on`; drafting ends when it returns False.
+    logits (A, V): after the texts. follow: maps the last drafts (A, 1) and their `Nodes` to the logits (A, 1, V) after
+    them. choose: maps logits (A, V) and the earlier drafts to the next drafts (A,) and their distributions (A, V).
+    goes_on: returns whether to draft another token after a depth (0-based); drafting ends when it returns False.
     """
     drafts: list[Tensor] = []
     distributions: list[Tensor] = []
@@ -116,8 +118,8 @@ def one_by_one(
 
 
 def after_anchor(logits: Tensor, anchor: Tensor, term: Term | None) -> tuple[Tensor, Follow]:
-    """For drafts of one pass, return the logits (A, V) of the first drafts, and the `Follow` that gives the logits of
-    later ones.
+    """For drafts of one pass, return the logits (A, V) of the first drafts, and the function that returns the logits
+    (A, n, V) of later ones, from the drafts (A, n) before them and their `Nodes`.
 
     logits (A, K, V): of the pass; column j is for all drafts at depth j (0-based). anchor (A,): the texts' last tokens.
     term: returns what the preceding token adds to a draft's logits; None if it adds nothing.
@@ -137,7 +139,7 @@ def behind(anchors: Tensor, k: int) -> Tensor:
 
 class Step(nn.Module):
     """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns.
-    head: whether it returns logits; without the head, later decoder layers do not run."""
+    head: whether it returns logits; without the head, later decoder layers do not run. weights, shape: of the model."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class Step(nn.Module):
         ids, positions (A, n). cos, sin (S, D): angles of all positions, D the width of a head. slots (L,): 0 to L - 1,
         the slots to read. keys, values: for each layer, (rows, G, S, D), G heads of keys and values. anchor, nodes,
         seen: the fields anchor, slots and seen of a tree's `Branches`; None for no tree. scale (rows, W): factors of
-        the states that the head reads, see `LM`.
+        the states that the head reads, None for none.
         """
         A, L = ids.shape[0], slots.shape[0]
         written, visible = positions, None
@@ -219,7 +221,7 @@ class Drafting(nn.Module):
 
     def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
         """Return K drafts per row (A, K) and their distributions (A, K, V). given: the inputs of `run` and the tensors
-        that `Step` reads, by name."""
+        that `Step` reads, by name. round: the `Round` to draft for."""
         stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
 
         def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
@@ -230,8 +232,9 @@ class Drafting(nn.Module):
 
 
 class Replayed(Lean):
-    """The forward of `Lean`, but short passes over the rows [0, rows) are replayed (see `replay_of`). Logits, states,
-    drafts and distributions may be views that the next call overwrites. If replaying fails, passes run as in `Lean`.
+    """The forward of `Lean`, but short passes over the rows [0, rows) are recorded as CUDA graphs on a GPU, or compiled
+    on a CPU. Logits, states, drafts and distributions may be views that the next call overwrites. If this fails, passes
+    run as in `Lean`.
 
     The numbers of rows, ids per row and slots of a recorded pass are rounded up to a few sizes. Recordings read the
     cache's keys and values and the LM's scale. They are dropped when weights change, and before the cache grows, so
@@ -260,8 +263,9 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is not replayed. ids (A, n).
-        only: as in `Step.forward`."""
+        """Return the results of a `Step` with these layers and head, or None if the pass is neither recorded nor
+        compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their
+        positions."""
         if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
@@ -287,9 +291,14 @@ class Replayed(Lean):
         greedy: bool,
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
-        """Return all K drafts of a round and their distributions, or None if they are not replayed. window.limit:
-        number of slots of the longest text and its drafts. fit: converts the model's logits to the round's vocabulary.
-        Other arguments as in `LM.drafts`."""
+        """Return all K drafts of a round (A, K) and their distributions (A, K, V), or None if they cannot be made in
+        one recorded or compiled call.
+
+        round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
+        of the model, a function of tensors. given: inputs of `run`, by name. ids (A, n): what the first pass reads.
+        window.limit: number of slots of the longest text and its drafts. greedy: whether `run` drafts the likeliest
+        tokens. fit: converts the model's logits to the round's vocabulary.
+        """
         if not self._fits(ids, window):
             return None
 
@@ -319,7 +328,7 @@ class Replayed(Lean):
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
         """Return whether a pass over ids (A, n) can be replayed. This first reads changed weights, and computes angles
-        for new slots; either drops the recordings."""
+        for new slots; either drops the recordings. window: their positions."""
         if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
         if not self.replay.takes(len(ids), self.rows):

@@ -36,9 +36,10 @@ class Host:
 
 @dataclass(frozen=True)
 class LoadArguments:
-    """The arguments of `Proposer.load` besides the folder. target: the target's model. hashes: the result of
-    `compatibility.hash_target` for the target. metadata: the folder's metadata; None if this package did not export the
-    folder. compile: whether passes are compiled, see `Engine`."""
+    """The arguments of `Proposer.load` besides the folder. target: the target's model. hashes: the SHA-256 hashes of
+    the target's config and tokenizer, by name (the result of `compatibility.hash_target`). metadata: the folder's
+    metadata; None if this package did not export the folder. compile: whether passes are compiled on a CPU, or recorded
+    as CUDA graphs on a GPU; None for only on a GPU."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
@@ -55,14 +56,14 @@ class LoadArguments:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """Return the planned tree of drafts, in the form of `Independent(shape=)`, or None for chains."""
+        """Return the planned tree of drafts, as the parent of each node (-1 for the text), or None for chains."""
         return None if self.metadata is None or self.metadata.tree is None else tuple(self.metadata.tree.parents)
 
 
 class Proposal(NamedTuple):
-    """The drafts of a round. x (A, N): drafted ids. q (A, N, V): the exact distributions that they were drawn from. k:
-    for each row, its number of drafts. tree: the parent of each node (see `Tree`); None for a chain, in which node i
-    has parent i - 1.
+    """The drafts of a round. x (A, N): drafted ids. q (A, N, V): the exact distributions that they were drawn from;
+    q[:, i] for draft x[:, i]. k: for each row, its number of drafts. tree: the parent of each node (see `Tree`); None
+    for a chain, in which node i has parent i - 1.
 
     NaN in a distribution means that the row could draft no token there. Entries after it, and entries past a row's k,
     are ignored. If q is None, every draft is deterministic, with a one-hot distribution. x and q may be on another
@@ -106,8 +107,8 @@ class Outcome(NamedTuple):
 
 
 class Round(Protocol):
-    """One round as a proposer sees it: the texts so far, how many tokens to draft, and the only functions for
-    distributions and draws.
+    """One round as a proposer sees it: the texts so far, how many tokens to draft, and the functions for distributions
+    and draws. A proposer must use no other ones.
 
     k: for each row, the largest number of drafts. A active rows, V vocabulary.
     """
@@ -121,8 +122,8 @@ class Round(Protocol):
     def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
         """Return the distributions (A, V) of the next token under each row's sampling settings.
 
-        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,). If it is None,
-        logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
+        logits (A, V): after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order. If it
+        is None, logits may have any shape (A, ..., V), and only the settings that do not read the text are applied.
         """
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ class Round(Protocol):
 
     def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
         """Return ids (A,) drawn from distributions (A, V). depth: the depth (0-based) of these drafts, or one depth per
-        row (A,); it decides which random numbers are used."""
+        row (A,); it decides which random numbers are used. probs (A, V): the distributions."""
 
     def children(
         self, logits: Tensor, x: Tensor, siblings: "Siblings", likeliest: bool = False
@@ -155,8 +156,9 @@ class Round(Protocol):
         """
 
     def goes_on(self, depth: int) -> bool:
-        """Return whether to draft another token after the draft at `depth` (0-based), whose `probs` were computed.
-        Draft models that make one pass per token ask this before each pass."""
+        """Return whether to draft another token after the draft at `depth` (0-based), whose distributions `probs` has
+        computed. Draft models that make one pass per token ask this before each pass. It is always True unless a policy
+        decides after each draft."""
 
     @property
     def reads_history(self) -> list[bool]:
@@ -251,19 +253,21 @@ class Proposer:
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Proposer":
-        """Return a proposer for a draft folder of this kind; `inference.load` calls this. Raises OSError for a folder
-        that cannot be read, and ValueError for one that is wrong or does not fit the target."""
+        """Return a proposer for a draft folder of this kind; `inference.load` calls this. arguments: the target and how
+        it is served. Raises OSError for a folder that cannot be read, and ValueError for one that is wrong or does not
+        fit the target."""
         raise NotImplementedError(f"{cls.__name__}.load")
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
-        """Raise ValueError if a folder's network cannot draft for the target. where: the start of the message. Both
-        models may be on the meta device."""
+        """Raise ValueError if a folder's network cannot draft for the target: sizes, layers or ids differ. where: the
+        start of the message. Both models may be on the meta device."""
 
     @classmethod
     def load_network(cls, folder: Path, arguments: LoadArguments) -> Any:
-        """Return the network in a folder of this kind, on the target's device. Raises what `load_draft` and `fits`
-        raise."""
+        """Return the network in a folder of this kind, on the target's device. Raises FileNotFoundError if the folder
+        does not exist, and ValueError if its files or weights are damaged, if they belong to another kind, or if the
+        network or tokenizer does not fit the target."""
         network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
         cls.fits(network, arguments.target, str(folder))
         return torch.nn.Module.to(network, arguments.target.device)
@@ -287,7 +291,7 @@ class Proposer:
 
     def open(self, host: Host) -> None:
         """Begin a call: drop the state of earlier calls, and allocate slots for the host's rows and, after them, for
-        its waiting prompts."""
+        its waiting prompts. host: the engine's sizes and its target."""
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         """Accept new rows in slots low, low + 1, ... Every token of a prompt except the last may be stored now. For an
@@ -299,15 +303,16 @@ class Proposer:
         """
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Accept prompts that become rows later, in spare slots low, low + 1, ... The other arguments are as in
-        `admit`."""
+        """Accept prompts that become rows later, in spare slots low, low + 1, ... states: by layer, the target's states
+        (A, n, D) at the prompts' tokens, as in `admit`."""
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         """Turn a staged prompt into an active row: move its state from the spare slot `source` to `target`, the first
         free slot. prompt: its token ids."""
 
     def propose(self, round: Round) -> Proposal:
-        """Return the drafts of a round, at most round.k[b] for row b."""
+        """Return the drafts of a round, at most round.k[b] for row b, with the distributions that they were drawn from.
+        Row b of the round is in slot b."""
         raise NotImplementedError(f"{type(self).__name__}.propose")
 
     def commit(self, outcome: Outcome) -> None:

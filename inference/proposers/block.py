@@ -100,7 +100,7 @@ class BlockNetwork(FeatureNetwork):
 
     def context(self, features: Tensor, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return the keys and values (A, n, G, D) of each layer. features (A, n, H): the target's features. cos, sin
-        (A, n, 1, D): angles of the tokens' positions, see `angles`."""
+        (A, n, 1, D): of the rotary angles of the tokens' positions."""
         x = self.hidden_norm(features)
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
@@ -112,8 +112,8 @@ class BlockNetwork(FeatureNetwork):
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): angles of the
-        queries' positions. attends: the attention function of each layer."""
+        """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): of the rotary
+        angles of the queries' positions. attends: the attention function of each layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
         states: Tensor = self.norm(x)
@@ -155,7 +155,8 @@ class _Attention(nn.Module):
 
 
 class BlockDrafting(EagleDrafting):
-    """Drafts a round in one pass over a block, as a function of tensors. Arguments as in `EagleDrafting`."""
+    """Drafts a round in one pass over a block, as a function of tensors. Its constructor has the arguments of
+    `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -183,7 +184,7 @@ class BlockDrafting(EagleDrafting):
 
 def masks_of(network: BlockNetwork, K: int) -> int:
     """Return the number of mask tokens in a pass that drafts K tokens: K for a causal draft, else always the number of
-    drafts per round in training."""
+    drafts per round in training. network: says whether the draft is causal."""
     return K if network.config.causal else network.config.depths
 
 
@@ -193,7 +194,10 @@ class Block(Eagle):
 
     If the draft is not causal, a mask token sees all mask tokens of its block. Each round therefore reads as many mask
     tokens as in training, so that a row's distributions do not depend on the other rows of its batch. A round drafts at
-    most `depths` tokens (see `BlockConfig`). Arguments as in `Eagle`.
+    most `depths` tokens, the number of drafts per round in training.
+
+    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    the parent of each node (-1 for the text); None for chains.
     """
 
     network_class = BlockNetwork

@@ -70,7 +70,8 @@ def knots_of(config: PretrainedConfig) -> list[float]:
     temperatures = getattr(config, KNOTS, None)
     if not isinstance(temperatures, list) or not temperatures:
         raise ValueError(
-            f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}, not {temperatures!r}"
+            f"config.json of a conditioned draft must list its temperatures under the key {KNOTS}, not "
+            f"{temperatures!r}: give a folder that was trained with draft=conditioned"
         )
     return [float(one) for one in temperatures]
 
@@ -84,7 +85,7 @@ class Scale:
 
     def at(self, temperature: Tensor) -> Tensor:
         """Return the factors (..., D) that states are multiplied by before the head, in float32 or wider. temperature
-        (...): of each row."""
+        (...): each row's; between two listed temperatures the factors are interpolated."""
         table = self.table.to(torch.promote_types(self.table.dtype, torch.float32))
         if len(self.knots) == 1:
             return 1 + table[0].expand(*temperature.shape, -1)
@@ -99,8 +100,11 @@ class Conditioned(Independent):
     """A proposer like `Independent`, but the states that the head reads are multiplied by the scale for the row's
     temperature.
 
-    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale, see the function
-    `conditioned`. greedy, compile, int8, shape: as in `Independent`. Raises ValueError for a model without a scale.
+    At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale (the function
+    `conditioned` adds one). greedy: whether to draft the likeliest tokens, with one-hot distributions. compile: whether
+    passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights
+    are rounded to 8 bits. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains.
+    Raises ValueError for a model without a scale.
     """
 
     network_class: Any = ConditionedNetwork
@@ -134,7 +138,7 @@ class Conditioned(Independent):
 
     def _write(self, temperature: Tensor) -> None:
         """Write each row's scale into the tensor `LM.scale`, in place, since recorded passes read its memory.
-        temperature (A,)."""
+        temperature (A,): of the active rows."""
         if temperature is not self.written:
             assert self.lm.scale is not None
             self.lm.scale[: len(temperature)].copy_(self.scale_of.at(temperature))

@@ -45,8 +45,9 @@ ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
 def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads, numbered as in `models.passes`: 2, L // 2 and
-    L - 3 (EAGLE-3), or closer together if L is small. layers: the number L of the target's layers."""
+    """Return the low, middle and high layer whose states the draft reads: 2, L // 2 and L - 3 (EAGLE-3), or closer
+    together if L is small. Layer i stands for the states after i decoder layers. layers: the number L of the target's
+    layers."""
     return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
@@ -65,7 +66,8 @@ class EagleConfig(PretrainedConfig):
 
     eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: for
     SGLang, the same states, numbered by the layers that output them. If only `eagle_config` is given, its numbers mean
-    inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written.
+    inputs, as in vLLM and in earlier folders of cotrain. Both keys are always written. The other keys are those of a
+    Llama config; vocab_size is the target's and draft_vocab_size the draft's.
     """
 
     model_type = "llama"
@@ -116,7 +118,8 @@ class EagleConfig(PretrainedConfig):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Return the target's layers whose states `fc` joins, in order, numbered as in `models.passes`."""
+        """Return the target's layers whose states `fc` joins, in order. Layer i stands for the states after i decoder
+        layers, 0 for the embeddings."""
         return tuple(self.eagle_aux_hidden_state_layer_ids)
 
 
@@ -154,7 +157,7 @@ class FeatureNetwork(PreTrainedModel):
 
     def save_pretrained(self, save_directory: Any, **options: Any) -> None:  # type: ignore[override]
         """Save the network in a folder, with the architecture name that serving engines load. options: as in
-        transformers."""
+        transformers. save_directory: the folder."""
         super().save_pretrained(save_directory, **options)
         self.config.architectures = self.config.loaded_as
         self.config.save_pretrained(save_directory)
@@ -179,7 +182,8 @@ class FeatureNetwork(PreTrainedModel):
                 raise ValueError(f"{where}: the tensors t2d and d2t name different tokens: export the draft again")
 
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
-        """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H)."""
+        """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H); the layers
+        are those of the config."""
         joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
         features: Tensor = self.fc(joined)
         return features
@@ -268,8 +272,9 @@ class EagleNetwork(FeatureNetwork):
         """Return the decoder layer's output (A, n, H). After `norm`, `head` reads it. It also serves as the next pair's
         features if the target has none yet.
 
-        embedded, features (A, n, H): the two parts of each pair. cos, sin (A or 1, n, 1, D): angles of the pairs'
-        positions, see `angles`. attend: the attention function.
+        embedded, features (A, n, H): the two parts of each pair. cos, sin (A or 1, n, 1, D): of the rotary angles of
+        the pairs' positions. attend: the attention function, from queries, keys and values (A, n, heads, D) to (A, n,
+        heads D).
         """
         w = self.midlayer
         x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
@@ -323,8 +328,8 @@ class Gated(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x (A, n, heads, D) rotated by the angles of its positions. cos, sin (A or 1, n, 1, D): see
-    `FeatureNetwork.angles`."""
+    """Return x (A, n, heads, D) rotated by the angles of its positions. cos, sin (A or 1, n, 1, D): of these angles;
+    `sin` has the signs that `FeatureNetwork.angles` gives it."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
@@ -339,7 +344,7 @@ class PairSlots(NamedTuple):
     values: list[Tensor]
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin (A, n, 1, D) at positions (A, n), see `FeatureNetwork.angles`."""
+        """Return cos and sin (A, n, 1, D) of the rotary angles at positions (A, n)."""
         return self.cos[positions], self.sin[positions]
 
     def mask(self, window: Window) -> Tensor:
@@ -347,8 +352,8 @@ class PairSlots(NamedTuple):
         return additive(visible(window, window.positions.device), self.shape.held)
 
     def attend(self, layer: int, window: Window, mask: Tensor) -> Attend:
-        """Return the attention function of a layer (0-based). mask (A, 1, n, limit): see `mask`. The function stores
-        new keys and values in the window's slots, then reads the slots up to the window's limit."""
+        """Return the attention function of a layer (0-based). The function stores new keys and values in the window's
+        slots, then reads the slots up to the window's limit. mask (A, 1, n, limit): added to the attention scores."""
         held, rows = self.shape.held, slice(window.low, window.high)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -359,7 +364,7 @@ class PairSlots(NamedTuple):
         return attend
 
     def store(self, layer: int, window: Window, k: Tensor, v: Tensor) -> None:
-        """Write the keys k and values v (A, n, G, D) of a layer to the window's slots."""
+        """Write the keys k and values v (A, n, G, D) of a layer (0-based) to the window's slots."""
         row = torch.arange(window.low, window.high, device=k.device).unsqueeze(1)
         for slots, new in ((self.keys[layer], k), (self.values[layer], v)):
             slots.transpose(1, 2).index_put_((row, window.slots), new.to(self.shape.held))
@@ -368,7 +373,7 @@ class PairSlots(NamedTuple):
 class EagleDrafting(nn.Module):
     """Drafts a round, as a function of tensors. embedding: the target's embedding. shape: sizes of the attention.
     vocabulary: number of the target's ids. branching: the trees to draft, None for chains. greedy: whether to draft the
-    likeliest tokens."""
+    likeliest tokens. network: makes the drafts."""
 
     def __init__(
         self,
@@ -384,9 +389,12 @@ class EagleDrafting(nn.Module):
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
-        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). given: the
-        tensors of `Eagle._given` and `Eagle._reads`. If the distributions depend only on a temperature, drafts are
-        drawn among the tokens of the draft's vocabulary."""
+        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). If the
+        distributions depend only on a temperature, drafts are drawn among the tokens of the draft's vocabulary.
+
+        given: tensors by name: the pairs that are not stored yet (`Eagle._given`), and the slots, angles, keys and
+        values that the passes read (`Eagle._reads`).
+        """
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
@@ -413,8 +421,9 @@ class EagleDrafting(nn.Module):
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes to
-        the window's slots, and reads the slots up to the window's limit."""
+        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes the
+        pairs' keys and values to the window's slots, and reads the slots up to the window's limit. slots: the cache
+        slots of all pairs. window: which slots the pass writes and reads."""
         attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
         output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
         return output
@@ -438,7 +447,8 @@ class Eagle(Proposer):
     tokens, with one-hot distributions. compile: whether rounds are compiled on a CPU, or recorded as CUDA graphs on a
     GPU; None to do as the target does. On a CPU, only chains whose distributions depend on a temperature alone are
     compiled. int8: whether the weights are rounded to 8 bits, if `llama.has_kernel` allows it; q is then the
-    distribution of the rounded network. shape: the trees to draft, as in `Independent`; None for chains.
+    distribution of the rounded network. shape: the tree to draft, as the parent of each node (-1 for the text); None
+    for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -468,8 +478,8 @@ class Eagle(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":
-        """Return a proposer for a folder in the EAGLE-3 format. Raises what `load_draft` raises, and ValueError if the
-        network does not fit the target."""
+        """Return a proposer for a folder in the EAGLE-3 format. Raises FileNotFoundError if the folder does not exist,
+        and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
@@ -546,8 +556,9 @@ class Eagle(Proposer):
         return self.network.fc.weight.device
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Store every pair of each prompt except the last one. The last pair's features are kept for the first round.
-        low, prompts, states: as in `Proposer.stage`."""
+        """Store every pair of each prompt except the last one, in slots low, low + 1, ... The last pair's features are
+        kept for the first round. states: by layer, the target's states (A, n, H) at the prompts' tokens, column j for
+        token j."""
         A, features = len(prompts), self._features(states)
         width = features.shape[1]
         ids = [prompt[1:] + prompt[-1:] * (width + 1 - len(prompt)) for prompt in prompts]
@@ -575,12 +586,12 @@ class Eagle(Proposer):
         self.waiting.append(min(len(prompt) - 1, 1))
 
     def _features(self, states: States) -> Tensor:
-        """Return the features (A, n, H) of the target's states. Numbers that are not finite become 0, so that no slot
-        contains NaN. Rows with such numbers end, or get no drafts."""
+        """Return the features (A, n, H) of the target's states. states: by layer, (A, n, H). Numbers that are not
+        finite become 0, so that no slot contains NaN. Rows with such numbers end, or get no drafts."""
         return self.served.features(states).nan_to_num(0.0, 0.0, 0.0)
 
     def propose(self, round: Round) -> Proposal:
-        """Return the drafts of a round. Rows whose text has one token get none."""
+        """Return the drafts of a round, at most round.k[b] for row b. Rows whose text has one token get none."""
         pairs = [len(text) - 1 for text in round.texts]
         lacking = [one - stored for one, stored in zip(pairs, self.stored, strict=True)]
         most = self.depths or max(round.k)

@@ -60,7 +60,7 @@ class ExitConfig(PretrainedConfig):
 
 class Change(nn.Module):
     """A low-rank change of a weight (out, in): up (out, r) times down (r, in) is added to the weight (LoRA: Hu et al.
-    2021, 2106.09685). It is 0 before training."""
+    2021, 2106.09685). It is 0 before training. out, inside: the sizes of the weight. rank: r."""
 
     def __init__(self, out: int, inside: int, rank: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def _key(name: str) -> str:
 
 class Changed(nn.Module):
     """A projection with its low-rank change. first: the first column (0-based) of a pass that the change applies to;
-    earlier columns use only the target's weight."""
+    earlier columns use only the target's weight. plain: the target's projection. change: added to it."""
 
     def __init__(self, plain: nn.Module, change: Change, first: int = 0) -> None:
         super().__init__()
@@ -137,8 +137,9 @@ class Changed(nn.Module):
 
 def untrained_exit(target: PreTrainedModel, layers: int, rank: int, depths: int) -> ExitNetwork:
     """Return an untrained exit after the first `layers` decoder layers. Its norm is a copy of the target's; the logits
-    come from the target's head. rank, depths: see `ExitConfig`. Raises ValueError for an encoder-decoder, and unless
-    layers is from 1 to the target's number of layers."""
+    come from the target's head. rank: rank of the change of each projection, 0 for no change. depths: number of drafts
+    per round in training. Raises ValueError for an encoder-decoder, and unless layers is from 1 to the target's number
+    of layers."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     refuse_encoder(target)
     if not 0 < layers <= len(blocks):
@@ -195,8 +196,9 @@ def first_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
 
 
 def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> PreTrainedModel:
-    """Return a model to train: the target's first layers, with the network's norm and changes as parameters. first: the
-    first column (0-based) of a pass that the changes apply to; earlier columns use the unchanged layers."""
+    """Return a model to train: the target's first layers, with the network's norm and changes as parameters. The
+    target's own tensors are shared. first: the first column (0-based) of a pass that the changes apply to; earlier
+    columns use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
@@ -251,8 +253,11 @@ class EarlyExit(Independent):
     Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
     With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
-    changed layers, the text's from the target. target: the engine's model. `open` raises ValueError if the engine has
-    another model. greedy, compile, shape: as in `Independent`. Raises ValueError for an encoder-decoder.
+    changed layers, the text's from the target. network: the exit's weights. target: the engine's model. `open` raises
+    ValueError if the engine has another model. greedy: whether to draft the likeliest tokens, with one-hot
+    distributions. compile: whether passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on
+    a GPU. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. Raises ValueError
+    for an encoder-decoder.
     """
 
     network_class: Any = ExitNetwork
@@ -274,8 +279,8 @@ class EarlyExit(Independent):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
-        """Return a proposer for a draft folder. Raises what `load_draft` raises, and ValueError if the network does not
-        fit the target."""
+        """Return a proposer for a draft folder. Raises FileNotFoundError if the folder does not exist, and ValueError
+        if its files or weights are damaged or if the network does not fit the target."""
         network = cls.load_network(folder, arguments)
         return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
 

@@ -141,8 +141,8 @@ class HydraNetwork(HeadsNetwork):
         return torch.baddbmm(self.bias[:heads].unsqueeze(1), x, self.state[:heads].transpose(1, 2))
 
     def read(self, sums: Tensor, embedded: Tensor, i: int) -> Tensor:
-        """Add token i to the sums (n, N, D) of heads i, i + 1, ..., and return the new sums. embedded: the token's
-        embeddings, (N, D) or (n, N, D)."""
+        """Add token i (0 for the anchor, i for the draft of head i - 1) to the sums (n, N, D) of heads i, i + 1, ...,
+        and return the new sums. embedded: the token's embeddings, (N, D) or (n, N, D)."""
         first = i * self.depths - i * (i - 1) // 2
         e = F.rms_norm(embedded.to(self.tokens.dtype), embedded.shape[-1:]).expand(sums.shape)
         return torch.baddbmm(sums, e, self.tokens[first : first + len(sums)].transpose(1, 2))
@@ -157,9 +157,9 @@ class DraftHeads(Proposer):
     """A proposer that drafts with heads on the newest state, at the token before the anchor.
 
     network: the heads, used unchanged. greedy: whether to draft argmax q, with a one-hot distribution, instead of
-    drawing from q. shape: the trees to draft, as in `Independent`; None for chains. After a prompt of one token there
-    is no state, so the first round drafts nothing. If the target's passes are CUDA graphs, all drafts of a round are
-    one graph.
+    drawing from q. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. After a
+    prompt of one token there is no state, so the first round drafts nothing. If the target's passes are CUDA graphs,
+    all drafts of a round are one graph.
     """
 
     reads = (LAST,)
@@ -177,8 +177,8 @@ class DraftHeads(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "DraftHeads":
-        """Return a proposer for a draft folder. Raises what `load_draft` raises, and ValueError if the target's sizes
-        differ from the heads'."""
+        """Return a proposer for a draft folder. Raises FileNotFoundError if the folder does not exist, and ValueError
+        if its files or weights are damaged or if the target's sizes differ from the heads'."""
         network = cast(HeadsNetwork, widened(cls.load_network(folder, arguments)))
         return cls(network, arguments.greedy, shape=arguments.shape)
 
@@ -237,14 +237,16 @@ class DraftHeads(Proposer):
 
     def _drafted(self, round: Round, given: Given, K: int) -> tuple[Tensor, Tensor]:
         """Return the drafts of K depths, (A, K) or (A, N) for trees, and the distributions (A, K or N, V) that they
-        were drawn from. This is a function of tensors."""
+        were drawn from. This is a function of tensors. given: `newest` (A, D), the target's newest states, and `anchor`
+        (A, 1), the ids of the anchors."""
         if self.branching:
             return self.branching.grown(round, K, *self.unrolled(given, K), self.greedy)
         return one_by_one(K, *self.unrolled(given, K), by_round(round, self.greedy))
 
     def unrolled(self, given: Given, K: int) -> tuple[Tensor, Follow]:
-        """Return the logits (A, V) of the first draft, and the `Follow` that returns the logits of K - 1 further
-        levels. Both are functions of tensors. given: the newest states and the anchors, see `Given`."""
+        """Return the logits (A, V) of the first draft, and a function that returns the logits (A, n, V) after drafted
+        ids (A, n), called level after level, K - 1 times at most. Both are functions of tensors. given: `newest` (A,
+        D), the target's newest states, and `anchor` (A, 1), the ids of the anchors."""
         raise NotImplementedError(f"{type(self).__name__}.unrolled")
 
     def commit(self, outcome: Outcome) -> None:

@@ -55,7 +55,8 @@ class Gate:
 
     def looked_up(self, match: Match, k: int) -> int:
         """Return how many of the look-up's drafts to use: the number with the highest expected rate of tokens. Return 0
-        if the model's k drafts have a higher rate."""
+        if the model's k drafts have a higher rate. match: the look-up's result for the row's text. k: the row's draft
+        length."""
         source, n = int(match.stored), min(match.length, LONGEST)
         drafted = sum(self.model[source][n][:k])
         best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
@@ -73,8 +74,8 @@ class Gate:
 
     @classmethod
     def of_json(cls, values: Mapping[str, Any]) -> "Gate":
-        """Return the gate that the key `gate` in config.json describes. Raises ValueError if keys are missing or
-        unknown."""
+        """Return the gate that the key `gate` in config.json describes. values: the key's contents. Raises ValueError
+        if keys are missing or unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
         if odd := set(values) ^ names.keys():
             raise ValueError(
@@ -102,10 +103,11 @@ def calibrated_gate(positions: Iterable[HeldOutPosition], depths: int, step: flo
     """Return a gate with rates that are counted at positions of held-out texts. The target must have generated these
     texts under the settings to be served.
 
-    depths: the largest number of drafts per round. step, column: see `Gate`. A look-up's draft has probability 1 under
-    q, so its acceptance rate is the fraction of positions at which the text has the drafted token. Rates of look-up for
-    matches of n tokens are smoothed towards the rates for n - 1 tokens. Rates of the model are smoothed towards its
-    rates over all positions (see `WEIGHT`).
+    depths: the largest number of drafts per round. step: the time of one draft of the model. column: the time that one
+    more draft adds to the target pass. Both times are in units of a plain target step. A look-up's draft has
+    probability 1 under q, so its acceptance rate is the fraction of positions at which the text has the drafted token.
+    Rates of look-up for matches of n tokens are smoothed towards the rates for n - 1 tokens. Rates of the model are
+    smoothed towards its rates over all positions. The rate that is smoothed towards counts as much as `WEIGHT` rounds.
     """
     cells: list[list[list[HeldOutPosition]]] = [[[] for _ in range(LONGEST + 1)] for _ in range(2)]
     for position in positions:
@@ -170,7 +172,8 @@ class Hybrid(CompositeProposer):
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
         """Return a hybrid for the folder of an independent draft. The key `lookup` in the folder's config.json has the
-        settings of look-up and the gate."""
+        settings of look-up and the gate. Raises FileNotFoundError if the folder or the datastore does not exist, and
+        ValueError if one of them is damaged or does not fit the target, or if settings are wrong."""
         return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod

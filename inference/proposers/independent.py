@@ -34,10 +34,10 @@ class Independent(Proposer):
 
     model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-hot
     distribution, instead of drawing from q; serving engines do so by default. compile: whether passes are compiled on a
-    CPU, or recorded as CUDA graphs on a GPU (see `models.replay`); None for only on a GPU. int8: whether the weights
-    are rounded to 8 bits, see `models.llama`; q is then the distribution of the rounded model. shape: the tree to
-    draft, as the parent of each node (see `StaticTrees`), for verify=tree, traversal or coupled; None for chains.
-    own_encoder: whether to run the draft's encoder even if it equals the target's.
+    CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights are rounded to 8 bits; q
+    is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1 for the
+    text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's encoder even
+    if it equals the target's. Raises ValueError if `model` is neither a model nor a path.
     """
 
     network_class: Any = CausalLM
@@ -74,8 +74,9 @@ class Independent(Proposer):
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
-        """Return a proposer for a draft folder. Raises what `load_network` raises. Warns if the draft was trained for a
-        target of another shape."""
+        """Return a proposer for a draft folder. Warns if the draft was trained for a target of another shape. Raises
+        FileNotFoundError if the folder does not exist, and ValueError if its files or weights are damaged or if the
+        network or tokenizer does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and takes_int8(draft)
         network = draft if int8 else widened(draft)
@@ -137,9 +138,9 @@ class Independent(Proposer):
         self.stored[low:] = [min(len(prompt), self.lm.context) - 1 for prompt in prompts]
 
     def propose(self, round: Round) -> Proposal:
-        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts. A
-        compiled model makes all drafts at once, any other model one by one. A text that is longer than the draft's
-        context gets no drafts."""
+        """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts, at
+        most round.k[b] for row b. A compiled model makes all drafts at once, any other model one by one. A text that is
+        longer than the draft's context gets no drafts."""
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:
@@ -173,8 +174,8 @@ class Independent(Proposer):
                 self.stored[slot] = len(text) - 1
 
     def _catch_up(self, round: Round, k: list[int]) -> Tensor:
-        """Return the logits (A, V) after each whole text, from a pass that reads the ids that the slots lack. k: drafts
-        per row."""
+        """Return the logits (A, V) after each whole text, from a pass that reads the ids that the slots lack. round:
+        has the texts. k: drafts per row."""
         sent = self.sent or round.send(k, **self._lacking(round.texts, k))
         ids, only, at = self._on_device(sent["lacking"], sent["only"], sent["stored"])
         return self.lm.forward(ids, self.stored, only=only, at=at).logits[:, 0]
@@ -263,9 +264,9 @@ class Independent(Proposer):
 
 
 def chain_drafter(greedy: bool) -> Run:
-    """Return a function of tensors that drafts one token after the other, see `LM.drafts`. The function's inputs are
-    `last` (A, n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids before `last`
-    must be stored. greedy: whether to draft the likeliest tokens."""
+    """Return a function of tensors that drafts one token after the other, in one call (`LM.drafts`). The function's
+    inputs are `last` (A, n), the last ids of each text, and `ends` (A,), the number of tokens of each text. All ids
+    before `last` must be stored. greedy: whether to draft the likeliest tokens."""
 
     def run(read: Callable[..., Tensor], round: Any, given: Mapping[str, Tensor], K: int) -> Drafts:
         last, ends = given["last"], given["ends"]

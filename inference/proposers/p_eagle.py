@@ -62,7 +62,7 @@ class PEagleNetwork(EagleNetwork):
 
 class PEagleDrafting(EagleDrafting):
     """Drafts a round in one pass, as a function of tensors. The pass reads the pairs that are not stored yet, then K -
-    1 mask tokens. Arguments as in `EagleDrafting`."""
+    1 mask tokens. Its constructor has the arguments of `EagleDrafting`."""
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
@@ -83,8 +83,10 @@ class PEagle(Eagle):
     Without a Markov head, the distribution at depth j (0-based) depends on the text and j mask tokens, not on earlier
     drafts, so all nodes at one depth of a tree have the same distribution. The head adds a term for the preceding
     token. A round stores keys and values of mask tokens after the text's pairs; the next round overwrites them. A round
-    drafts at most as many tokens as in training (`depths` of the config). Arguments as in `Eagle`. Raises ValueError if
-    the config has no `pard_token`.
+    drafts at most as many tokens as in training (`depths` of the config).
+
+    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    the parent of each node (-1 for the text); None for chains. Raises ValueError if the config has no `pard_token`.
     """
 
     network_class = PEagleNetwork

@@ -27,8 +27,11 @@ class Parallel(Independent):
     tokens, not on earlier drafts, so all nodes at one depth of a tree have the same distribution. With the head, the
     preceding token adds a term to a draft's logits, so drafts are drawn in order from the same pass. The next round
     overwrites the keys and values of mask tokens. A round drafts at most as many tokens as in training (`pard_depths`
-    of the config). Arguments as in `Independent`. Raises ValueError if the model's config lacks `pard_token` or
-    `pard_depths`.
+    of the config).
+
+    model, compile, int8: as in `Independent`. greedy: whether to draft the likeliest tokens. shape: the tree to draft,
+    as the parent of each node (-1 for the text); None for chains. Raises ValueError if the model's config lacks
+    `pard_token` or `pard_depths`.
     """
 
     def __init__(
@@ -102,9 +105,9 @@ class Parallel(Independent):
 
 
 def masks(greedy: bool, term: Term | None, shape: StaticTrees | None) -> Run:
-    """Return a function of tensors that drafts with one pass over mask tokens, see `LM.drafts`. The function's inputs
-    are `masked` (A, n), the ids that a slot lacks, then mask tokens; `begins` (A,), the position of the first id; and
-    `anchors` (A,), the column of the text's last token.
+    """Return a function of tensors that drafts with one pass over mask tokens, in one call (`LM.drafts`). The
+    function's inputs are `masked` (A, n), the ids that a slot lacks, then mask tokens; `begins` (A,), the position of
+    the first id; and `anchors` (A,), the column of the text's last token.
 
     greedy: whether to draft the likeliest tokens. term: the Markov head's function, or None. shape: the trees to draft,
     None for chains.

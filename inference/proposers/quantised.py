@@ -45,8 +45,10 @@ class Quantised(Independent):
 
     bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if the kernel supports the target (see `lm.takes_int8`). If
     not, the rounded weights are stored in the target's dtype. Distributions are then the same up to the rounding of
-    sums, but passes are no faster than the target's. nf4 requires bitsandbytes. greedy, compile, shape: as in
-    `Independent`. Raises ValueError for other bits, and for a target whose weights are already quantised.
+    sums, but passes are no faster than the target's. nf4 requires bitsandbytes. greedy: whether to draft the likeliest
+    tokens, with one-hot distributions. compile: whether passes are compiled on a CPU, or recorded as CUDA graphs on a
+    GPU; None for only on a GPU. shape: the tree to draft, as the parent of each node (-1 for the text); None for
+    chains. Raises ValueError for other bits, and for a target whose weights are already quantised.
     """
 
     network_class: Any = QuantisedNetwork
@@ -90,8 +92,9 @@ class Quantised(Independent):
 
     @classmethod
     def of_settings(cls, arguments: LoadArguments, bits: Any, where: str) -> "Quantised":
-        """Return a proposer with the `bits` of a config. Raises the class's ValueError, with `where` before its
-        message."""
+        """Return a proposer with the `bits` of a config. Raises ValueError, with `where` before its message, for
+        unknown bits and for a target whose weights are already quantised. arguments: the target and how it is served.
+        """
         try:
             return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
         except ValueError as error:
@@ -136,7 +139,7 @@ def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
 
 def round_bits(weight: torch.Tensor, bits: str) -> torch.Tensor:
     """Return a weight (out, in) rounded to numbers that `bits` can represent, in the weight's own dtype. int8 has one
-    scale per row (see `llama.rounded`), nf4 one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
+    scale per row, nf4 one scale per 64 values (Dettmers et al. 2023, 2305.14314)."""
     if bits == "int8":
         return rounded(weight)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit

@@ -107,7 +107,7 @@ class Retrieval(Proposer):
     both are equally long, the row's own. Drafts are deterministic.
 
     datastore: a `Datastore`, or its folder; None to search only the text. shortest: least length of a match, in tokens.
-    Raises ValueError if shortest < 1, and what `Datastore.open` raises.
+    Raises ValueError if shortest < 1 or if the datastore is broken, and FileNotFoundError if the folder has none.
     """
 
     network_class = LookupNetwork
@@ -139,7 +139,9 @@ class Retrieval(Proposer):
 
     @classmethod
     def of_settings(cls, lookup: Mapping[str, Any]) -> "Retrieval":
-        """Return a proposer with the settings of `LookupConfig.lookup`. Raises what the class raises."""
+        """Return a proposer with these settings. lookup: may have the keys `shortest`, the least length of a match in
+        tokens, and `datastore`, a folder or None. Raises ValueError if shortest < 1 or if the datastore is broken, and
+        FileNotFoundError if the folder has none."""
         return cls(lookup.get("datastore"), lookup.get("shortest", 2))
 
     def open(self, host: Host) -> None:
@@ -173,7 +175,8 @@ class Retrieval(Proposer):
         return chains([match.drafts for match in self.find(round.texts, round.k)], round.texts)
 
     def find(self, texts: Sequence[list[int]], k: Sequence[int]) -> list[Match]:
-        """Return the match for each row's text. k: for each row, the largest number of drafts."""
+        """Return, for each row's text, the longest match with an earlier occurrence. texts: the ids of each row's text.
+        k: for each row, the largest number of drafts."""
         return [self.of_row(row, text, most) for row, text, most in zip(self.rows, texts, k, strict=True)]
 
     def of_row(self, row: SuffixAutomaton, text: list[int], k: int) -> Match:
@@ -189,8 +192,8 @@ class Retrieval(Proposer):
         return stored if stored.drafts else own
 
     def along(self, prompt: list[int], text: Sequence[int], k: int) -> list[Match]:
-        """Return one match for each token of `text`, found in `prompt` and the tokens before it. k: the largest number
-        of drafts of a match."""
+        """Return one match for each token of `text`: what look-up finds there, in `prompt` and the tokens before this
+        one. k: the largest number of drafts of a match."""
         row, whole, matches = SuffixAutomaton(), like(prompt, prompt), []
         for token in text:
             matches.append(self.of_row(row, whole, k))

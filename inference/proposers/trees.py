@@ -29,9 +29,9 @@ def from_one_pass(
 ) -> tuple[Tensor, Tensor]:
     """Return drafts, (A, K) or (A, N) for trees, and the distributions (A, K or N, V) that they were drawn from.
 
-    logits (A, K, V): of one pass, one column per depth. shape: the trees to draft, None for chains. greedy: whether to
-    draft the likeliest tokens. anchor (A,): the texts' last tokens. term: the function that returns what the preceding
-    token adds to a draft's logits, or None.
+    round: the `Round` to draft for. logits (A, K, V): of one pass; column j is for all drafts at depth j (0-based).
+    shape: the trees to draft, None for chains. greedy: whether to draft the likeliest tokens. anchor (A,): the texts'
+    last tokens. term: the function that returns what the preceding token adds to a draft's logits, or None.
     """
     if shape:
         return shape.grown(round, logits.shape[1], *after_anchor(logits, anchor, term), greedy)
@@ -42,7 +42,9 @@ TreeShape = Sequence[int] | None
 
 
 def trees_of(shape: TreeShape) -> "StaticTrees | None":
-    """Return the drafter of trees of this shape, or None for chains. Raises what `StaticTrees` raises."""
+    """Return the drafter of trees of this shape, or None if `shape` is None or has no nodes, for chains. shape: the
+    parent of each node, -1 for the text. Raises ValueError for more nodes than a pass supports, and if a node comes
+    before its parent."""
     return StaticTrees(shape) if shape else None
 
 
@@ -70,11 +72,13 @@ class StaticTrees:
         most = max(ranks_of(self.parents)) + 1
         if most > vocabulary:
             raise ValueError(
-                f"shape: a node has {most} children, but the vocabulary has {vocabulary} tokens: give the node fewer"
+                f"shape: a node has {most} children, but the vocabulary has {vocabulary} tokens: give it at most "
+                f"{vocabulary}"
             )
         if depths is not None and self.depth > depths:
             raise ValueError(
-                f"shape: the tree has {self.depth} levels, but the draft has at most {depths}: give fewer levels"
+                f"shape: the tree has {self.depth} levels, but the draft has at most {depths}: give at most "
+                f"{depths} levels"
             )
 
     def nodes(self, k: Sequence[int]) -> list[int]:
@@ -87,8 +91,9 @@ class StaticTrees:
         """Return the ids (A, N) drafted at the nodes of the first `depth` levels (at least 1), and the distributions
         (A, N, V) that they were drawn from. This is a function of tensors.
 
-        logits (A, V): after each text. follow: returns the logits after the nodes of a level. likeliest: whether
-        children are the likeliest tokens; otherwise they are drawn without replacement (see `Round.children`).
+        round: the `Round` to draft for. logits (A, V): after each text. follow: maps the ids (A, n) of a level and
+        their `Nodes` to the logits (A, n, V) after them. likeliest: whether children are the likeliest tokens;
+        otherwise they are drawn without replacement.
         """
         x, q, above = logits.new_empty(len(logits), 0, dtype=torch.int64), [], logits.unsqueeze(1)
         steps = _steps(self.parents, logits.device)
@@ -108,8 +113,8 @@ class StaticTrees:
         return torch.where(path < self.counts[min(depth, self.depth) - 1], path, -1)
 
     def proposal(self, k: Sequence[int], x: Tensor, q: Tensor) -> Proposal:
-        """Return the round's proposal. k: the number of levels of each row. x (A, N), q (A, N, V): the results of
-        `grown`."""
+        """Return the round's proposal: drafts and distributions with the tree of the levels drafted. k: the number of
+        levels of each row. x (A, N), q (A, N, V): the nodes' ids and their distributions."""
         return Proposal(x, q, self.nodes(k), self.trees[self.counts.index(x.shape[1]) - 1])
 
 

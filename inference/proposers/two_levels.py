@@ -63,7 +63,8 @@ class TwoLevels(CompositeProposer):
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "TwoLevels":
         """Return a proposer for a draft folder. In its config.json the key `two_levels` has `bits`, the format of the
-        rounded target's weights, and `inner`, the number of guesses per inner round."""
+        rounded target's weights, and `inner`, the number of guesses per inner round. Raises FileNotFoundError if the
+        folder does not exist, and ValueError if its files, weights or settings are wrong or do not fit the target."""
         settings = read_json(folder / CONFIG).get(SETTINGS) or {}
         model = Quantised.of_settings(arguments, settings.get("bits"), str(folder / CONFIG))
         return cls(model, Independent.load(folder, arguments), int(settings.get("inner", 3)))
@@ -105,8 +106,9 @@ class TwoLevels(CompositeProposer):
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
-        """Return the rounded target's logits (A, n+1, V) after each text and after each guess. The same pass reads the
-        ids that the rounded target has not read yet. drafts: the guesses, x (A, n)."""
+        """Return the rounded target's logits (A, n+1, V): column 0 after each text, column i after guess i (1-based).
+        The same pass reads the ids that the rounded target has not read yet. inner: the inner round. drafts: the
+        guesses, x (A, n)."""
         lm, length = self.model.lm, inner.length(drafts.k)
         unread, end, at, x, length = (
             part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
@@ -124,7 +126,7 @@ class TwoLevels(CompositeProposer):
 
 class OuterDrafts:
     """The tokens drafted so far in one round of the target. k: number of drafts wanted per row. width: number of
-    uniforms per row in an inner round (see `InnerRound`).
+    uniforms per row in an inner round, one more than its guesses.
 
     texts: for each row, the ids of its text and its drafts so far. done: for each row, its number of drafts so far. x
     (A, K + width), q (A, K + width, V): drafts and their distributions; entries past `done` have no meaning.
@@ -150,7 +152,7 @@ class OuterDrafts:
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
     def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each text, the
+        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each row's text, the
         number of its tokens that the rounded target has stored."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
@@ -163,8 +165,9 @@ class OuterDrafts:
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
-        """Return the rounded target's distributions p (A, n+1, V). logits (A, n+1, V): its logits after the texts and
-        guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner round."""
+        """Return the rounded target's distributions p (A, n+1, V). logits (A, n+1, V): column i comes after each text
+        and i guesses. Rows whose settings read the text have no guesses, so each of them gets one token per inner
+        round. inner: the inner round."""
         p = self.round.probs(logits, None)
         if not any(self.history):
             return p
@@ -178,8 +181,9 @@ class OuterDrafts:
         """Add the accepted guesses and the token after them to the drafts, with their distributions. Returns, for each
         row, how many tokens of its text the small draft has stored correctly.
 
-        p (A, n+1, V): the rounded target's distributions. x (A, n): the guesses. accepted (A,): number of accepted
-        guesses. token (A,): the token after them.
+        p (A, n+1, V): the rounded target's distributions; column i comes after the text and i guesses. x (A, n): the
+        guesses. accepted (A,): number of accepted guesses. token (A,): the token after them. inner: the inner round
+        that ended.
         """
         n, x = x.shape[1], x.to(p.device)
         if not self.rounds:
@@ -194,8 +198,9 @@ class OuterDrafts:
         return self._extend_texts(torch.cat([last, tokens], 1).tolist())  # the inner round's one read
 
     def _extend_texts(self, table: list[list[int]]) -> list[int]:
-        """Update texts and counts of the rows that still lack drafts, and return what `append` returns. table: for each
-        row, its number of accepted guesses, then its n + 1 tokens."""
+        """Update texts and counts of the rows that still lack drafts. Returns, for each row, how many tokens of its
+        text the small draft has stored correctly. table: for each row, its number of accepted guesses, then its n + 1
+        tokens."""
         valid = []
         self.rounds += 1
         for row, (n, *tokens) in enumerate(table):
@@ -208,7 +213,8 @@ class OuterDrafts:
 
     def read(self, valid: list[int]) -> list[int]:
         """Return how many tokens of each text the rounded target has stored after its pass: all but the last one if the
-        text grew, else 0. valid: the result of `append`."""
+        text grew, else 0. valid: for each row, how many tokens of its text the small draft has stored correctly (the
+        result of `append`)."""
         return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
@@ -257,8 +263,8 @@ class InnerRound(RoundView):
         return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        """Copy numbers to the device and return the tensors by name, as `Round.send` does. The small draft's `k` is not
-        used: the outer round's draft lengths are sent."""
+        """Copy numbers to the device and return the tensors by name: (A,) or (A, n) for `numbers`, and the engine's
+        own. The small draft's `k` is not used: the outer round's draft lengths are sent."""
         numbers |= {} if self.sent else self.numbers
         self.sent = self.round.send(self.asked, **numbers)
         return self.sent
@@ -289,8 +295,9 @@ class InnerRound(RoundView):
         return draw(probs, self.streams[DRAWS, :, depth])
 
     def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round with the uniforms of this inner round, if `simple`. Otherwise return None: a recording
-        cannot read the progress of each row. Arguments as in `Round.pure`."""
+        """Return the round as a function of its uniforms and temperatures if `simple`, with the uniforms of this inner
+        round. Otherwise return None: a recording cannot read the progress of each row. depths: number of drafts that
+        need uniforms. greedy: whether the small draft drafts the likeliest tokens."""
         pure = self.round.pure(depths, greedy, simple) if simple else None
         if pure is None or self.streams is None:
             return None
@@ -302,7 +309,8 @@ class InnerRound(RoundView):
 
     def verified(self, rule: Rule, p: Tensor, drafts: Proposal) -> tuple[Tensor, Tensor]:
         """Return the number (A,) of accepted guesses and the token (A,) after them. drafts: the guesses x (A, n), drawn
-        from q (A, n, V). p (A, n+1, V): the rounded target's distributions after the text and after each guess."""
+        from q (A, n, V). p (A, n+1, V): the rounded target's distributions after the text and after each guess. rule:
+        for chains, exact and without shared noise."""
         x, q = drafts.x.to(p.device), None if drafts.q is None else drafts.q.to(p.device)
         length = usable_lengths(p, q, self.length(drafts.k))
         if self.streams is None:
@@ -311,8 +319,9 @@ class InnerRound(RoundView):
         return verification.accepted, draw(verification.probs, self.streams[LAST, :, 0])
 
     def _coupled(self, p: Tensor, x: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the number (A,) of accepted guesses and the token (A,) after them if the rounded target draws with the
-        shared noise, see `chain.coupled`. p (A, n+1, V), x (A, n): as in `verified`. length (A,): number of usable
+        """Return the number (A,) of accepted guesses and the token (A,) after them, for a rule that shares noise: the
+        rounded target draws with the noise of the target's tokens, and a guess is accepted if it equals the drawn
+        token. p (A, n+1, V): the rounded target's distributions. x (A, n): the guesses. length (A,): number of usable
         guesses."""
         y = torch.stack([self.draw(p[:, i], i) for i in range(p.shape[1])], 1)
         same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))

@@ -151,7 +151,8 @@ def validate(report: Mapping[str, Any]) -> None:
 
 
 def write(report: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the report, then write it as JSON atomically. Raises what `validate` and `write_atomic` raise."""
+    """Check that the report fits `SCHEMA`, then write it as JSON atomically. Raises ValueError naming the first wrong
+    key, and OSError if the file cannot be written."""
     validate(report)
     write_atomic(Path(path), json.dumps(report, indent=2, allow_nan=False) + "\n")
 
@@ -171,8 +172,9 @@ def build(
 ) -> Report:
     """Return the report of a timed run in which `engine` was the arm named `arm`, compared with the arm named `over`.
 
-    sampling, max_new_tokens: of the run. target, draft: names to print. verdict: None if exactness was not checked.
-    extra: further entries, by name. Raises ValueError for names of arms that were not timed.
+    sampling, max_new_tokens: the settings and the limit of the run. target, draft: names to print; None for no draft.
+    verdict: the result of the exactness checks, None if exactness was not checked. extra: further entries, by name.
+    timing: of both arms. Raises ValueError for names of arms that were not timed.
     """
     values = {
         "format": FORMAT,

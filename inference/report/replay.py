@@ -50,8 +50,8 @@ SCHEMA: dict[str, Any] = {
 class Recorder:
     """A recorder for `Engine(record=)`. It stores the first `most` rounds of the engine's last call.
 
-    While it records, the one copy of each round from the device has more numbers: p, q and u of each draft. `replay`
-    decodes the texts after the call.
+    While it records, the one copy of each round from the device has more numbers: p, q and u of each draft. The method
+    `replay` decodes the texts after the call.
     """
 
     def __init__(self, most: int = 400) -> None:
@@ -60,14 +60,17 @@ class Recorder:
         self.rounds: list[list[TracedRow]] = []
 
     def begin(self, rule: str, rows: Sequence["Request"]) -> None:
-        """Begin a call, and drop the rounds of the previous call."""
+        """Begin a call, and drop the rounds of the previous call. rule: the name of the verification rule. rows: the
+        requests of the call."""
         self.rule, self.rounds = rule, []
         self.prompts = [row.text[: row.prompt] for row in rows]
 
     def note(
         self, rows: Sequence["Request"], starts: Sequence[int], proposal: "Proposal", table: Sequence[Sequence[int]]
     ) -> None:
-        """Record a round that has ended, if fewer than `most` are recorded. Arguments as in `trace.RoundRecorder`."""
+        """Record a round that has ended, if fewer than `most` are recorded. rows: the requests that were active in it.
+        starts: for each row, the number of tokens that it had emitted before the round. proposal: the drafts. table:
+        the round's table as lists on the host (`trace.RoundRecorder`)."""
         if len(self.rounds) < self.most:
             self.rounds.append(traced_rows(rows, starts, proposal, table))
 
@@ -157,7 +160,7 @@ def validate_replay(replay: Mapping[str, Any]) -> None:
 
 def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
     if not 0 <= row["row"] < rows:
-        raise ValueError(f"{name}.row is {row['row']}, but there are {rows} rows")
+        raise ValueError(f"{name}.row is {row['row']}, but there are {rows} rows, numbered from 0")
     if row["last"] and row["last"]["kind"] not in KINDS:
         raise ValueError(f"{name}.last.kind is {row['last']['kind']!r}, not one of {', '.join(KINDS)}")
     for i, draft in enumerate(row["drafts"]):
@@ -171,6 +174,7 @@ def _validate_row(row: Mapping[str, Any], rows: int, name: str) -> None:
 
 
 def write_replay(replay: Mapping[str, Any], path: str | Path) -> None:
-    """Validate the replay, then write it as JSON atomically. Raises what `validate_replay` and `write_atomic` raise."""
+    """Check that the replay fits `SCHEMA`, then write it as JSON atomically. Raises ValueError naming the first wrong
+    key, and OSError if the file cannot be written."""
     validate_replay(replay)
     write_atomic(Path(path), json.dumps(replay, allow_nan=False, separators=(",", ":")) + "\n")

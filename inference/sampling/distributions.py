@@ -48,7 +48,8 @@ def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
 
 
 def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distributions (..., V) under one setting, see `probs`. logits (..., V): in float32 or wider."""
+    """Return the distributions (..., V): the softmax of the logits after one setting's temperature, top-k, top-p and
+    min-p. Logits without a distribution give NaN. logits (..., V): in float32 or wider."""
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -66,14 +67,15 @@ def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
 
 def probs_at(logits: Tensor, temperature: float | Tensor, truncate: Truncate | None = None) -> Tensor:
     """Return softmax(truncate(logits / temperature)), (..., V). logits (..., V): in float32 or wider. temperature:
-    above 0, one number, or a tensor (A,) with one per entry of the first dimension. truncate: sets some logits to -inf;
-    None for no such function."""
+    above 0, one number, or a tensor (A,) with one per entry of the first dimension. truncate: sets some of the divided
+    logits to -inf; None to keep all."""
     scaled = _scaled(logits, temperature)
     return (truncate(scaled) if truncate else scaled).softmax(-1)
 
 
 def log_probs_at(logits: Tensor, temperature: float | Tensor) -> Tensor:
-    """Return log softmax(logits / temperature), (..., V). Arguments as in `probs_at`."""
+    """Return log softmax(logits / temperature), (..., V). logits (..., V): in float32 or wider. temperature: above 0,
+    one number, or a tensor (A,) with one per entry of the first dimension."""
     return _scaled(logits, temperature).log_softmax(-1)
 
 
@@ -131,7 +133,7 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
 def keep_min_p(logits: Tensor, p: float | Tensor) -> Tensor:
     """Return logits (..., V) in which tokens less likely than p times the likeliest token are -inf (Nguyen et al. 2024,
-    2407.01082). p: a number, or (A, 1, ...) per row."""
+    2407.01082). p: from 0 to 1, a number, or a tensor (A, 1, ...) with one per row."""
     probs = logits.softmax(-1)
     return logits.masked_fill(probs < p * probs.amax(-1, keepdim=True), -math.inf)
 
@@ -214,7 +216,7 @@ class Regimes:
         return self.all_greedy, self.some_greedy, self.any_min_p, self._rounded
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that distributions are computed from, by name."""
+        """Return the settings' tensors by name: those that `probs` reads."""
         return {
             "temperature": self.temperature,
             "min_p": self.min_p,

@@ -54,7 +54,7 @@ def _absorb(state: Tensor, word: Tensor) -> Tensor:
 
 
 def _start(seed: int, streams: Sequence[int], row: Tensor) -> Tensor:
-    """Return the hash's states (S, B) after seed, stream and row. row (B,): ids of the rows."""
+    """Return the hash's states (S, B) after seed, stream and row. streams: S of them. row (B,): ids of the rows."""
     state = _absorb(row.new_zeros(1), row.new_full((1,), _signed(seed)))
     stream = torch.cat([row.new_full((1, 1), stream) for stream in streams])  # (S, 1), filled without a copy
     return _absorb(_absorb(state, stream), row)
@@ -72,8 +72,13 @@ def uniform(seed: int, row: Tensor, start: Tensor, depth: Tensor, stream: int) -
 
 
 def uniforms(seed: int, row: Tensor, start: Tensor, depth: Tensor, streams: Sequence[int]) -> Tensor:
-    """Return the numbers of `uniform` for S streams, (S, B, D). One call takes no longer than a call for one stream.
-    Other arguments as in `uniform`."""
+    """Return uniforms (S, B, D) in [0, 1), float64, for S streams at once. Entry s equals `uniform` for streams[s]. One
+    call takes no longer than a call for one stream.
+
+    row (B,): ids of the rows. start (B,): number of tokens that the row had emitted when the round began. depth (D,):
+    depths or nodes of a tree (0-based). All are int64. streams: DRAFT, ACCEPT, RESIDUAL or others of this module. seed:
+    of the call.
+    """
     state = _absorb(_start(seed, streams, row), start)  # (S, B)
     bits = _absorb(state.unsqueeze(-1), depth)  # (S, B, D)
     return _shifted(bits, 11).to(torch.float64) * 2.0**-53
@@ -98,8 +103,8 @@ class Uniforms:
         self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
 
     def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
-        """Return the uniforms (S, A, D) of the streams DRAFT, ACCEPT and RESIDUAL, for depths 0 to D - 1. rows, starts:
-        each row's id and start. depths: D."""
+        """Return the uniforms (S, A, D) of the streams DRAFT, ACCEPT and RESIDUAL, for depths 0 to D - 1. rows: each
+        row's id. starts: for each row, the number of tokens that it had emitted when the round began. depths: D."""
         offsets, fresh = self.offsets(rows, starts, depths)
         if fresh:
             row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
@@ -107,8 +112,9 @@ class Uniforms:
         return self.at(torch.tensor(offsets, device=self.device), depths)
 
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
-        """Return, for each row, the offset of its numbers in the table; and whether `fill` must be called first. rows,
-        starts: each row's id and start. depths: number of depths needed."""
+        """Return, for each row, the offset of its numbers in the table; and whether `fill` must be called first. rows:
+        each row's id. starts: for each row, the number of tokens that it had emitted when the round began. depths:
+        number of depths needed."""
         covered = rows == self.rows and depths <= self.table.shape[-1]
         since = [start - first for start, first in zip(starts, self.first, strict=True)] if covered else [-1]
         fresh = min(since) < 0 or max(since) >= self.span
@@ -117,7 +123,8 @@ class Uniforms:
         return [row * self.span + start for row, start in enumerate(since)], fresh
 
     def fill(self, rows: Tensor, starts: Tensor, depths: int) -> None:
-        """Fill the table for rows (A,), from each row's start in starts (A,) on. depths: number of depths needed."""
+        """Fill the table. rows (A,): each row's id. starts (A,): for each row, the first start that the table covers.
+        depths: number of depths needed."""
         row = rows.repeat_interleave(self.span)
         start = starts.unsqueeze(1) + torch.arange(self.span, device=self.device)
         depth = torch.arange(max(depths, self.table.shape[-1]), device=self.device)
@@ -125,7 +132,8 @@ class Uniforms:
         self.table = numbers.view(3, len(rows), self.span, -1)
 
     def at(self, offsets: Tensor, depths: int) -> Tensor:
-        """Return the numbers (S, A, depths) at offsets (A,), which the method `offsets` gives."""
+        """Return the uniforms (S, A, depths) of the streams DRAFT, ACCEPT and RESIDUAL. offsets (A,): each row's offset
+        in the table, from the method `offsets`."""
         return self.table.flatten(1, 2).index_select(1, offsets)[..., :depths]
 
 
@@ -144,8 +152,8 @@ def gumbel_states(seed: int, row: Tensor) -> Tensor:
 
 
 def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
-    """Return the Gumbel noise (B, n, V) of `gumbel`. states (B,): the result of `gumbel_states` or `states_at`.
-    position (B, n)."""
+    """Return standard Gumbel noise (B, n, V), float64. states (B,): the hash's states after seed and row, from
+    `gumbel_states` or `states_at`. position (B, n): the last words of the key, int64: positions, or keys of nodes."""
     state = _absorb(states.unsqueeze(-1), position)  # (B, n)
     bits = _absorb(state.unsqueeze(-1), torch.arange(V, device=states.device))  # (B, n, V)
     u = (_shifted(bits, 12).to(torch.float64) + 0.5) * 2.0**-52  # in [2^-53, 1 - 2^-53]
@@ -153,15 +161,16 @@ def gumbel_after(states: Tensor, position: Tensor, V: int) -> Tensor:
 
 
 def branch_states(seed: int, row: Tensor) -> Tensor:
-    """Return the hash's states (B,) after seed and row, as `states_at` needs them. row (B,): ids of the rows."""
+    """Return the hash's states (B,) after seed and row, for the noise that draws children of trees (`states_at` adds
+    the start of the round). row (B,): ids of the rows."""
     return _start(seed, (CHILDREN,), row)[0]
 
 
 def states_at(states: Tensor, start: Tensor) -> Tensor:
-    """Return the states (B,) of the noise that draws the children of a tree's nodes. states (B,): the rows'
-    `branch_states`. start (B,): number of tokens that the row had emitted when the round began.
-    `gumbel_after(states_at(...), keys, V)` is the noise at each node; keys (B, n): 0 for the text's last token (the
-    anchor), i + 1 for node i."""
+    """Return the hash's states (B,) after seed, row and start, for the noise that draws the children of a tree's nodes.
+    states (B,): the result of `branch_states`. start (B,): number of tokens that the row had emitted when the round
+    began. `gumbel_after(states_at(...), keys, V)` is the noise at each node; keys (B, n): 0 for the text's last token
+    (the anchor), i + 1 for node i."""
     return _absorb(states, start)
 
 

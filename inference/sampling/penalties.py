@@ -48,8 +48,8 @@ def process(
     sampling: Sampling | Sequence[Sampling],
     eos_ids: Sequence[int] = (),
 ) -> Tensor:
-    """Return logits (n, V) after the settings that read the text, for `sampling.probs`. This is the reference for
-    `Penalties`.
+    """Return logits (n, V) after the settings that read the text (penalties, biases, bans, minimum length, processors),
+    as `sampling.probs` needs them. It is slow, and the reference for `Penalties`.
 
     logits (n, V): each row is for a position of some text. histories: for each row, the ids before it, prompt included.
     new: for each row, how many of these ids were generated, drafts included. sampling: one setting, or one per row.
@@ -95,7 +95,8 @@ def _generated(ids: Tensor, new: int) -> Tensor:
 
 
 def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the steps that these settings need, in the order of the module. eos_ids: end tokens, see `process`."""
+    """Return the functions that apply the settings that are not neutral, in the order of the module. eos_ids: end
+    tokens; like `stop_ids` they get no mass before min_new_tokens."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -167,7 +168,7 @@ class Row(Protocol):
 
 
 class Penalties:
-    """The active rows' settings that read the text, except processors.
+    """The active rows' settings that read the text, except processors. rows: the active rows. vocabulary: V.
 
     Occurrences of generated ids are counted on the device; a round copies only the newest ids there. When rows come or
     go, a new `Penalties` is made, and its tables are copied to the device.
@@ -208,14 +209,14 @@ class Penalties:
         return [_last(row.text, self.width) for row in self.rows]
 
     def count(self, newest: Tensor) -> None:
-        """Add ids to the counts on the device, in place. newest (A, m): padded with -1."""
+        """Add ids to the counts on the device, in place. newest (A, m): each row's ids, padded with -1."""
         if newest.shape[1] and self.generated is not None:
             self.generated.scatter_add_(1, newest.clamp(min=0), (newest >= 0).to(self.generated.dtype))
 
     def apply(self, logits: Tensor, x: Tensor, first: int, tails: Tensor, emitted: Tensor) -> Tensor:
         """Return logits (A, n, V), in float32 or wider, after these settings. Column i comes after the text and the
-        first `first + i` drafts of x (A, K). tails (A, L): the result of `tails`. emitted (A,): number of tokens that
-        were generated before the drafts."""
+        first `first + i` drafts of x (A, K). tails (A, L): each text's last L ids, padded with -1 on the left. emitted
+        (A,): number of tokens that were generated before the drafts."""
         out, n = wide(logits), logits.shape[1]
         if self.bias is not None:
             out = out + self.bias.unsqueeze(1)
@@ -236,7 +237,8 @@ class Penalties:
         return self.penalised
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `apply` reads, by name."""
+        """Return the tensors that `apply` reads, by name: the rows' settings, their banned sequences, and the counts of
+        their ids."""
         tensors = {
             "bias": self.bias,
             "ends": self.ends,
@@ -274,8 +276,8 @@ class Penalties:
         return logits - self.frequency.to(dtype) * counts.to(dtype)
 
     def _drafted(self, x: Tensor, first: int, n: int) -> Tensor:
-        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). x (A, K): the drafts.
-        first: the number of drafts before the first position."""
+        """Return how often each id occurs among the drafts before each of n positions, (A, n, V). Position i comes
+        after the first `first + i` drafts of x (A, K)."""
         A, K = x.shape
         counts = torch.zeros(A, n, self.vocabulary, dtype=torch.float32, device=x.device)
         position = torch.arange(first, first + n, device=x.device).unsqueeze(1)
@@ -283,8 +285,9 @@ class Penalties:
         return counts.scatter_add_(2, x.unsqueeze(1).expand(A, n, K), before.expand(A, n, K))
 
     def _ban(self, logits: Tensor, text: Tensor, first: int, words: Tensor) -> Tensor:
-        """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): tails
-        and drafts. first: number of drafts before the first position. words (M, 2 + L): the result of `_words`."""
+        """Return logits (A, n, V) in which ids that would complete a banned sequence are -inf. text (A, L + K): each
+        text's last L ids, then its drafts. first: number of drafts before the first position. words (M, 2 + L): the
+        banned sequences (`_words`)."""
         rows, last, prefixes = words[:, 0], words[:, 1], words[:, 2:]
         n, L = logits.shape[1], prefixes.shape[1]
         if L:
@@ -373,7 +376,8 @@ def apply_processors(
 
 def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
     """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
-    before the position. a: the row's index. messages: as in `apply_processors`. Return False if a processor raised."""
+    before the position. a: the row's index. Return False if a processor raised; its message is then added to `messages`
+    by the row's index, unless the row already has one, and every token gets -inf."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:

@@ -46,16 +46,18 @@ def vllm_arguments(layers: Sequence[int], folder: Path, cpu: bool) -> list[str]:
 
 
 class StatesClient(Client):
-    """A client of a server that writes hidden states. layers: those that its files must have, in order. The arguments
-    and errors of `Client`."""
+    """A client of a server that writes hidden states. url: the server's root. layers: the layers whose states its files
+    must have, in order. arguments: `model`, `key` and `timeout`, as in `Client`. Raises ConnectionError if the server
+    does not answer, rejects a request, or answers in another form."""
 
     def __init__(self, url: str, layers: Sequence[int] = (), **arguments: Any) -> None:
         super().__init__(url, **arguments)
         self.layers = tuple(layers)
 
     def states(self, ids: list[int]) -> Tensor:
-        """Return the states (n, layers, D) of a text of n ids. Raises ConnectionError if the server does not answer or
-        its file is lost or damaged, and ValueError if it cannot be of these layers and this text."""
+        """Return the states (n, layers, D) of a text of n ids; entry (i, l) is after id i, at layer number l of the
+        client's `layers`. Raises ConnectionError if the server does not answer or its file is lost or damaged. Raises
+        ValueError if the file has other layers, another text, or states that are not finite."""
         asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
         path = Path(self._read("/v1/completions", _path, asked))
         if path.parent.name != folder_name(self.layers):
@@ -71,41 +73,52 @@ class StatesClient(Client):
         return read_states(path, ids, len(self.layers))
 
     def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """As of `Client`. The server writes states of sampled texts too, which are deleted."""
+        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. The
+        server writes states of sampled texts too; their file is deleted."""
         with suppress(ValueError):
             discard(Path(_path(answer)))
         return completion_in(answer)
 
     def prompt_logprobs(self, ids: list[int]) -> Tensor:
-        """Return the log-probabilities (n - 1,) that the server gives to the ids of a text after the first, in nats.
-        Raises ConnectionError as `Client` does."""
+        """Return the log-probabilities (n - 1,), in nats, that the server gives to the ids of a text after the first:
+        entry i is for ids[i + 1]. Raises ConnectionError if the server does not answer, rejects the request, or answers
+        in another form."""
         asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         return torch.tensor(self._read("/v1/completions", lambda answer: _logprobs(answer, ids), asked))
 
 
 def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
-    """Return the states (n, layers, D) in a file, after it is whole, and delete the file. Raises ConnectionError if the
-    file is missing or damaged, and ValueError if it has other ids or another number of layers."""
+    """Return the states (n, layers, D) in a file, after it is whole, and delete the file. ids: the n ids of the text.
+    layers: the number of layers. Raises ConnectionError if the file is missing or damaged, and ValueError if it has
+    other ids, another number of layers, or states that are not finite."""
     try:
         with open(f"{path}.lock") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             stored = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ConnectionError(f"{path} was lost or is damaged: {error}") from error
+        raise ConnectionError(f"{path} was lost or is damaged ({error}): see whether its disk is full") from error
     finally:
         discard(path)
     if stored["token_ids"].tolist() != ids:
-        raise ValueError(f"{path} has the states of another text")
+        raise ValueError(
+            f"{path} has the states of another text: start the server again with the line that `cotrain teacher` prints"
+        )
     states = stored["hidden_states"]
     if states.dim() != 3 or states.shape[:2] != (len(ids), layers):
-        raise ValueError(f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D)")
+        raise ValueError(
+            f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D): start the "
+            "server with the line that `cotrain teacher` prints"
+        )
     if not bool(states.isfinite().all()):
-        raise ValueError(f"{path} has states that are NaN or infinite")
+        raise ValueError(
+            f"{path} has states that are NaN or infinite: start the server with a wider dtype, such as --dtype bfloat16"
+        )
     return states
 
 
 def discard(path: Path) -> None:
-    """Delete a file of states and its lock, if they are there, once the server has written it."""
+    """Delete a file of states and its lock, if they are there, once the server has written it. path: of the states; the
+    lock is PATH.lock."""
     with suppress(OSError), open(f"{path}.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
     path.unlink(missing_ok=True)
@@ -113,7 +126,8 @@ def discard(path: Path) -> None:
 
 
 def _path(answer: str) -> str:
-    """Return the path in the answer to a request."""
+    """Return the path in the answer to a request. Raises ValueError if there is none, since the server then writes no
+    states."""
     sent = json.loads(answer).get("kv_transfer_params") or {}
     if "hidden_states_path" not in sent:
         raise ValueError("no hidden_states_path: start the server with the line that `cotrain teacher` prints")

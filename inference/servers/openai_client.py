@@ -102,11 +102,13 @@ class Client:
         at_once: int = 8,
         ignore_eos: bool = False,
     ) -> list[Completion]:
-        """Return a completion of every prompt (text or token ids). seeds: one per prompt. at_once: the largest number
-        of requests at a time. ignore_eos: whether texts end only by length.
+        """Return a completion of every prompt (text or token ids), in order. max_new_tokens: the largest number of new
+        tokens of each. sampling: the settings of all prompts. seeds: one per prompt. at_once: the largest number of
+        requests at a time. ignore_eos: whether texts end only by length.
 
         Raises ValueError for sampling settings that this server applies differently or not at all, and if the server
-        ends a text before max_new_tokens. Raises ConnectionError as the class does.
+        ends a text before max_new_tokens. Raises ConnectionError if the server does not answer, rejects a request, or
+        answers in another form.
         """
         common = self._request(sampling, max_new_tokens, ignore_eos)
 
@@ -126,7 +128,8 @@ class Client:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
 
     def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """Return the completion in an answer, and the number of its tokens, None if the server does not say it."""
+        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. answer:
+        the server's, as JSON text."""
         return completion_in(answer)
 
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
@@ -147,7 +150,8 @@ class Client:
 
     def _request(self, sampling: Sampling, max_new_tokens: int, ignore_eos: bool) -> dict[str, Any]:
         """Return the fields of a request, by name. Neutral values are sent too: for a missing field, the server would
-        use the model's generation config or a default of its own. Raises ValueError as `complete` does.
+        use the model's generation config or a default of its own. Raises ValueError for sampling settings that this
+        server applies differently or not at all.
 
         vLLM, SGLang and llama.cpp get their own fields. Any other server may reject fields that it does not know. It
         gets OpenAI's fields, the repetition penalty under both names, and the fields of `NOT_EVERYWHERE` only if they
@@ -162,7 +166,10 @@ class Client:
                 f"{biases}"
             )
         if self.owner == "vllm" and sampling.min_p and sampling.top_p < 1:
-            raise ValueError("Sampling.min_p: vLLM applies min_p before top_p; set one of the two")
+            raise ValueError(
+                f"Sampling.min_p={sampling.min_p}, top_p={sampling.top_p}: vLLM applies min_p before top_p; set "
+                "min_p=0 or top_p=1"
+            )
         fields: dict[str, Any] = {
             "model": self.model,
             "n": 1,
@@ -192,7 +199,7 @@ class Client:
 
     def counted(self) -> Served | None:
         """Return the drafting counters since the server started, or None if the server has none. Raises ConnectionError
-        as the class does."""
+        if the server does not answer, or answers in another form."""
         try:
             return self._read("/metrics", counted_in)
         except ConnectionError as error:
@@ -232,7 +239,8 @@ def _first_model(answer: str) -> tuple[str, Any]:
 
 
 def completion_in(answer: str) -> tuple[Completion, int | None]:
-    """Return a completion, and its number of tokens (None if the server does not send it)."""
+    """Return a completion, and its number of tokens (None if the server does not send it). answer: the server's, as
+    JSON text."""
     read = json.loads(answer)
     choice = read["choices"][0]
     ids, finish, usage = choice.get("token_ids"), choice.get("finish_reason"), read.get("usage")
@@ -283,7 +291,8 @@ def counted_in(page: str) -> Served | None:
 
 def stable_counters(client: Client, quiet: float = 2.0, limit: float = 30.0) -> Served | None:
     """Return a server's drafting counters once they have not changed for `quiet` seconds, or after `limit` seconds. A
-    server updates them some time after it answers. Return None if the server has none."""
+    server updates them some time after it answers. Return None if the server has none. Raises ConnectionError if the
+    server does not answer."""
     counters, since, end = client.counted(), time.monotonic(), time.monotonic() + limit
     while counters and time.monotonic() - since < quiet and time.monotonic() < end:
         time.sleep(0.2)

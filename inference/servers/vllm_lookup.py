@@ -48,8 +48,8 @@ class Lookup:
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
     ) -> list[list[int]]:
         """Return, for each row, the ids of its drafts; [] for a row without new ids. sampled: for each row, its new
-        ids. token_ids (rows, n): the first lengths[b] ids are row b's text, new ids included. slot_mappings is not
-        used."""
+        ids. lengths: for each row b, the number of ids of its text. token_ids (rows, n): the first lengths[b] ids are
+        row b's text, new ids included. slot_mappings is not used."""
         with torch.inference_mode():
             return [self._row(b, token_ids[b, : lengths[b]].tolist()) if ids else [] for b, ids in enumerate(sampled)]
 

@@ -17,12 +17,13 @@ SETTLE = 0.3  # seconds to wait, since idle threads of both processes may still 
 
 
 class Server(Worker):
-    """A process that runs vLLM. Its settings and requests are described in `vllm_worker`.
+    """A process that runs vLLM. It runs `vllm_worker`, which describes settings and requests.
 
     python: path of the Python interpreter of the environment with vLLM. target: folder of the target. speculative:
     vLLM's speculative_config, None for plain decoding. rows: the largest number of requests at once. context: the
-    largest number of tokens per request. log, pauses: as in `Worker`. dtype: of weights and passes. Raises
-    RuntimeError, with the last lines of vLLM's log, if vLLM does not start or ends early.
+    largest number of tokens per request. log: the file that gets vLLM's log. pauses: whether to stop the process
+    between requests, so that its idle threads do not use the cores. dtype: of weights and passes. Raises RuntimeError,
+    with the last lines of vLLM's log, if vLLM does not start or ends early.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class Server(Worker):
     def generate(
         self, prompts: Sequence[list[int]], max_new_tokens: int, temperature: float, seed: int
     ) -> dict[str, Any]:
-        """Return the answer of `vllm_worker` to a request. prompts: lists of token ids."""
+        """Continue prompts (lists of token ids), and return the answer by name: tokens (lists of new ids), seconds (of
+        vLLM's generate), drafts (number of rounds that drafted), accepted (number of accepted drafts) and by_depth (the
+        number of rounds that accepted drafts 0 to d, for each depth d). temperature, seed: of all prompts. Raises
+        RuntimeError, with the last lines of the log, if vLLM has ended."""
         return self.ask(prompts=list(prompts), max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
 
@@ -58,14 +62,15 @@ def draft_model(
 
 
 def custom_class(k: int) -> dict[str, Any]:
-    """Return vLLM's speculative_config for look-up with k drafts per round, with or without a model. An environment
-    variable names the draft folder, see `vllm_lookup`."""
+    """Return vLLM's speculative_config for look-up with k drafts per round, with or without a model. vLLM's environment
+    must name the draft folder in COTRAIN_DRAFT."""
     return {"method": "custom_class", "model": "inference.servers.vllm_lookup.Lookup", "num_speculative_tokens": k}
 
 
 def vllm_arm(name: str, server: Server, sampling: Sampling, max_new_tokens: int) -> Arm:
     """Return an arm that decodes with a vLLM server. Seconds are measured inside the server's process, without the
-    transfer. Raises ValueError for sampling settings other than the temperature."""
+    transfer. name: the arm's name in reports. max_new_tokens: the number of new tokens of each prompt. Raises
+    ValueError for sampling settings other than the temperature."""
     refuse(sampling, *(field for field in vars(sampling) if field not in TRANSLATED))
 
     def run(prompts: Sequence[list[int]], ids: Sequence[int], seed: int) -> ArmResult:

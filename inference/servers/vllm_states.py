@@ -19,7 +19,7 @@ class Done:
 
 
 class HiddenStatesOnCPU(own.ExampleHiddenStatesConnector):
-    """Writes the same files, see `ExampleHiddenStatesConnector`."""
+    """Writes hidden states to the files that vLLM's own connector writes on a GPU."""
 
     def _submit_async_write(self, pending: own.PendingSave) -> None:
         assert self._kv_cache is not None

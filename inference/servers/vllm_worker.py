@@ -28,7 +28,7 @@ if hasattr(os, "sched_getaffinity"):  # every core, none reserved for a server's
 
 def counters(llm: Any) -> list[int]:
     """Return counts since the engine started, in one list: the number of rounds that drafted, the number of accepted
-    drafts, then the number of drafts accepted at each depth."""
+    drafts, then the number of drafts accepted at each depth. llm: vLLM's engine."""
     metrics = {metric.name: metric for metric in llm.get_metrics()}
     names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     by_depth = metrics.get("vllm:spec_decode_num_accepted_tokens_per_pos")
@@ -37,7 +37,7 @@ def counters(llm: Any) -> list[int]:
 
 
 def answer(llm: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request, see the module."""
+    """Continue the prompts of a request, and return the answer. The module lists the keys of both."""
     from vllm import SamplingParams
 
     length = request["max_new_tokens"]

@@ -32,8 +32,9 @@ def token(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     norm(max(p - q, 0)) at the rejected draft, or from p if all k drafts are accepted (Leviathan et al. 2023,
     2211.17192; Chen et al. 2023, 2302.01318).
 
-    p (B, K+1, V), q (B, K, V), x (B, K), u (B, K), k (B,): see the module. If the residual has no mass, the next token
-    is drawn from p itself.
+    p (B, K+1, V), q (B, K, V): the target's and the draft's distributions; column i - 1 is for x_i (i from 1), and p's
+    last column follows all drafts. x (B, K): drafts. u (B, K): uniforms. k (B,): number of drafts, None for K. If the
+    residual has no mass, the next token is drawn from p itself.
     """
     k, drafted = _drafted(x, k)
     accepted = _leading(drafted & (u < _ratios(p, q, x, drafted)))
@@ -46,8 +47,11 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
 
     w_0 = 1, w_i = min(w_{i-1} p(x_i)/q(x_i), 1); R_i = sum_v max(w_i p(v|x_<=i) - q(v|x_<=i), 0); h_i = R_i / (R_i + 1
     - w_i) for i < k, 0/0 = 1, and h_k = w_k. Accept the first i drafts, with i the last index for which u_i < h_i, or 0
-    if there is none. Draw the next token from norm(max(w_i p - q, 0)) after draft i, or from p if i = k. Shapes and
-    edge cases as in `token`.
+    if there is none. Draw the next token from norm(max(w_i p - q, 0)) after draft i, or from p if i = k or if no mass
+    is left.
+
+    p (B, K+1, V), q (B, K, V): the target's and the draft's distributions; column i - 1 is for x_i (i from 1), and p's
+    last column follows all drafts. x (B, K): drafts. u (B, K): uniforms. k (B,): number of drafts, None for K.
     """
     k, drafted = _drafted(x, k)
     w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
@@ -61,7 +65,8 @@ def match(p: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -> Verificat
     """Verify a chain by sampling from the target: y_i is drawn from p_i by inverse CDF at u_i; accept while y_i = x_i.
     The resulting distribution is one-hot: y at the first rejection, or the bonus draw if all k drafts are accepted.
 
-    p (B, K+1, V), x (B, K), u (B, K+1), k (B,). If u is (B, K), the bonus is not drawn, and its distribution is p.
+    p (B, K+1, V): the target's distributions. x (B, K): drafts. u (B, K+1): uniforms. k (B,): number of drafts, None
+    for K. If u is (B, K), the bonus is not drawn, and its distribution is p.
     """
     y = draw(wide(p[:, : u.shape[1]]), u)  # (B, K+1) or (B, K)
     k, drafted = _drafted(x, k)
@@ -79,7 +84,8 @@ def coupled(p: Tensor, x: Tensor, g: Tensor, k: Tensor | None = None) -> Verific
     The resulting distribution is one-hot at the next y. The text therefore equals the text of plain decoding with this
     noise, whatever was drafted. Drafts x_i = argmax(log q_i + g_i) are accepted most often.
 
-    p (B, K+1, V), x (B, K), g (B, K+1, V) Gumbel noise, k (B,).
+    p (B, K+1, V): the target's distributions. x (B, K): drafts. g (B, K+1, V): Gumbel noise, by position. k (B,):
+    number of drafts, None for K.
     """
     y = (wide(p).log() + g).argmax(-1)  # (B, K+1)
     k, drafted = _drafted(x, k)
@@ -95,7 +101,7 @@ def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _leading(passed: Tensor) -> Tensor:
-    """Return the number (B,) of drafts that passed before the first that failed. passed (B, K)."""
+    """Return the number (B,) of drafts that passed before the first that failed. passed (B, K), bool."""
     return passed.to(torch.int64).cumprod(-1).sum(-1)
 
 
@@ -137,8 +143,8 @@ def continued(mass: Tensor, w: Tensor) -> Tensor:
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:
-    """Return norm(max(w_n p_n - q_n, 0)) (B, V). Return p_n instead if n = k, or if no mass is left. n (B,): number of
-    accepted drafts. k (B,): number of drafts. w (B, K+1): weights, None for 1."""
+    """Return norm(max(w_n p_n - q_n, 0)) (B, V). Return p_n instead if n = k, or if no mass is left. p (B, K+1, V), q
+    (B, K, V). n (B,): number of accepted drafts. k (B,): number of drafts. w (B, K+1): weights, None for 1."""
     here = wide(_at(p, n))
     if q.shape[1] == 0:
         return here

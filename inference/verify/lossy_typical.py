@@ -21,7 +21,11 @@ def lossy_typical(
 
     A node passes if p(x) > min(epsilon, delta exp(-H(p))) at its parent, with H the entropy in nats. The accepted path
     ends at the deepest node that passes with all its ancestors; of equally deep nodes, at the first. The next token has
-    the distribution p after this node. No draft distribution and no random number is used. Shapes as in `tree`.
+    the distribution p after this node. No draft distribution and no random number is used.
+
+    p (B, N+1, V): the target's distributions, after the anchor in column 0 and after node i in column i + 1. x (B, N):
+    drafted ids. parents: node i has parent parents[i] < i, or -1 if its parent is the text's last token (the anchor). k
+    (B,): number of nodes in use, None for all.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)

@@ -34,10 +34,7 @@ SAMPLES = 8  # how often the rejected children are drawn
 
 def rank_of(probs: Tensor, x: Tensor) -> Tensor:
     """Return, for each token x (...), how many tokens are likelier, (...) int64; 0 for the likeliest token. probs (...,
-    V): distributions or logits.
-
-    Of equally likely tokens the lower id comes first, as in `tree.likeliest`.
-    """
+    V): distributions or logits. Of equally likely tokens the one with the lower id counts as likelier."""
     own = probs.gather(-1, x.unsqueeze(-1))
     lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
     return ((probs > own) | ((probs == own) & lower)).sum(-1)
@@ -47,7 +44,8 @@ def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> 
     """Return accept (..., C) for children that are the draft's C likeliest tokens, in order: 1 for the child that is
     the text's token, 0 for the others. Nothing here is random, since such children are not drawn.
 
-    rank (...) int64: the rank of the text's token in the draft's distribution, see `rank_of`. children: C.
+    rank (...) int64: number of tokens that are likelier than the text's token under the draft (`rank_of`). children: C.
+    dtype: of the result.
     """
     return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
 
@@ -78,11 +76,13 @@ def by_draw(p: Tensor, q: Tensor, x: Tensor, children: int, *, samples: int = SA
 def reach_tree(
     accept: Tensor, parents: tuple[int, ...], lengths: Tensor | None = None, k: int | Tensor | None = None
 ) -> Tensor:
-    """Return the reach (B, T, D+1) under `tree.tree` (see the module).
+    """Return the reach (B, T, D+1) under `tree.tree`: P(a round that starts at token t accepts at least n nodes | the
+    text).
 
-    For each node of depth n, the probabilities in `accept` along its path are multiplied. These products are then
-    summed over the nodes of this depth. Raises ValueError if a node has more children, or the tree more levels, than
-    `accept`.
+    For each node of depth n, the probabilities in accept, (B, T, C) or (B, T, K, C), along its path are multiplied.
+    These products are then summed over the nodes of this depth. parents: of the tree's nodes. lengths (B,): tokens in
+    each text, None for T. k: number of nodes in use, an int, (B,) or (B, T); None for all. Raises ValueError if a node
+    has more children, or the tree more levels, than `accept`.
     """
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, most = max(depths, default=0), max(ranks, default=-1) + 1
@@ -97,8 +97,9 @@ def reach_tree(
 
 
 def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Return the reach (B, T, D+1). tables: for each level (B, T, C), P(the text's token at this level is accepted as
-    child c), by the round's start t. whole (B, T): ones. k: as in the module."""
+    """Return the reach (B, T, D+1): P(a round that starts at t accepts at least n nodes | the text). tables: for each
+    level (B, T, C), P(the text's token at this level is accepted as child c), by the round's start t. whole (B, T):
+    ones. parents: of the tree's nodes. k: number of nodes in use, an int, (B,) or (B, T); None for all."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
     chances: list[Tensor] = []
@@ -110,7 +111,8 @@ def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
-    """Return, by the round's start t, accept (B, T, C) of token t + level; 0 past the text's end. level: 0-based."""
+    """Return, by the round's start t, accept (B, T, C) of token t + level; 0 past the text's end. level: 0-based.
+    lengths (B,): tokens in each text, None for T."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
         inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
@@ -120,8 +122,8 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
 
 
 def has_node(node: int, k: int | Tensor, like: Tensor) -> Tensor:
-    """Return 1 for rounds that have this node, else 0: (), (B, 1) or (B, T), in the dtype of `like`. k: as in the
-    module."""
+    """Return 1 for rounds that have this node, else 0: (), (B, 1) or (B, T), in the dtype of `like`. k: number of nodes
+    in use, an int, (B,) or (B, T)."""
     limit = torch.as_tensor(k, device=like.device)
     return (node < (limit.unsqueeze(-1) if limit.ndim == 1 else limit)).to(like.dtype)
 
@@ -142,8 +144,8 @@ def _accepted(p: Tensor, q: Tensor, x: Tensor, children: int, u: Tensor) -> list
 
 
 def _second(p: Tensor, q: Tensor, x: Tensor) -> Tensor:
-    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)), (n,), with p' and q'_y as in `by_draw`. p, q (n, V). x (n,
-    1)."""
+    """Return sum_y max(q - p, 0)(y) min(p'(x), q'_y(x)), (n,). p' is norm(max(p - q, 0)), and q'_y is q without y,
+    renormalised. p, q (n, V): distributions. x (n, 1): tokens."""
     lack, left = (q - p).clamp(min=0), normed((p - q).clamp(min=0)).gather(-1, x)
     others = q.sum(-1, keepdim=True) - q
     drawn = torch.where(others > 0, q.gather(-1, x) / others, 0.0)  # of x, after y was removed
@@ -157,7 +159,8 @@ def normed(rest: Tensor) -> Tensor:
 
 
 def strata(places: int, draws: int, samples: int, seed: int, device: torch.device) -> Tensor:
-    """Return uniforms (places, samples, draws). For one place and one draw, the samples are stratified over [0, 1)."""
+    """Return uniforms (places, samples, draws). For each place, the samples of the first draw are evenly spaced over
+    [0, 1), after one random shift; samples of a later draw are shifted by multiples of the golden ratio."""
     row, depth = torch.arange(places, device=device), torch.arange(draws, device=device)
     u = uniform(seed, row, torch.zeros_like(row), depth, REJECTED).unsqueeze(1)  # (n, 1, draws)
     shift = torch.arange(samples, device=device).unsqueeze(-1) * torch.where(depth == 0, 1 / samples, GOLDEN * depth)
@@ -178,9 +181,16 @@ def reach_traversal(
     samples: int = SAMPLES,
     seed: int = 0,
 ) -> Tensor:
-    """Return the reach (B, T, D+1) under `tree.traversal` (see the module), for children drawn from q: at each depth,
-    the sum of its nodes' probabilities. Arguments as in `chances_traversal`. For likeliest children, use `by_rank` and
-    `reach_tree`: they are accepted as under `tree.tree`."""
+    """Return the reach (B, T, D+1) under `tree.traversal`, for children drawn from q: P(a round that starts at t
+    accepts at least n nodes | the text). At each depth it is the sum of the probabilities of the nodes
+    (`chances_traversal`). For likeliest children, use `by_rank` and `reach_tree`: they are accepted as under
+    `tree.tree`.
+
+    p (B, T, V): the target's distributions of the text's tokens x (B, T). q (B, T, V), or (B, T, K, V) by depth: the
+    draft's. parents: of the tree's nodes. lengths (B,): tokens in each text, None for T. k: number of nodes in use, an
+    int, (B,) or (B, T); None for all. samples, seed: how often, and with which random numbers, rejected children are
+    drawn.
+    """
     chances = chances_traversal(p, q, x, parents, lengths, samples=samples, seed=seed)
     return summed(chances, parents, k)
 
@@ -199,13 +209,14 @@ def chances_traversal(
     `tree.traversal` and for children drawn from q. The probability depends only on the node's path of child numbers, so
     one table serves every tree within `parents`.
 
-    p (B, T, V): the target's distributions of the text's tokens x (B, T). q (B, T, V), or (B, T, K, V) by depth like
-    accept: the draft's. samples, seed: as in `by_draw`.
+    p (B, T, V): the target's distributions of the text's tokens x (B, T). q: the draft's, (B, T, V), or (B, T, K, V) by
+    depth: entry (t, j) is for token t as draft j (0-based). parents: of the tree's nodes. lengths (B,): tokens in each
+    text, None for T. samples, seed: how often, and with which random numbers, rejected children are drawn.
 
     The children of a node with weight w on the text's path are tried in order. Each is rejected with probability sum
     max(q - w p, 0); a rejection changes w, p and q as in the rule. Child c then gets weight w_c = min(w p(x)/q(x), 1).
-    The result is the mean of w_c prod q(x)/p(x) over draws of the rejected siblings (as in `by_draw`). It is exact for
-    first children and unbiased for others.
+    The result is the mean of w_c prod q(x)/p(x) over draws of the rejected siblings. It is exact for first children and
+    unbiased for others.
     """
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
@@ -221,7 +232,9 @@ def chances_traversal(
 
 
 def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = None) -> Tensor:
-    """Return the reach (B, T, D+1). chances (B, T, N): the probabilities of a tree's nodes. k: as in the module."""
+    """Return the reach (B, T, D+1): at each depth, the sum of the probabilities of its nodes. chances (B, T, N): P(a
+    round that starts at t follows the text down to the node). k: number of nodes in use, an int, (B,) or (B, T); None
+    for all. parents: of the tree's nodes."""
     depths = depths_of(parents)
     reach = chances.new_zeros(*chances.shape[:2], max(depths, default=0) + 1)
     reach[..., 0] = 1
@@ -232,8 +245,9 @@ def summed(chances: Tensor, parents: tuple[int, ...], k: int | Tensor | None = N
 
 
 def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], u: Tensor) -> Tensor:
-    """Return the result of `chances_traversal`, (B, T, N), for some rows. distributions: for each level p, q (B, T, V)
-    and ids (B, T, 1). u (B, T, S, draws): uniforms that draw the rejected children."""
+    """Return P(a round that starts at t follows the text down to each node), (B, T, N), under `tree.traversal`.
+    distributions: for each level p, q (B, T, V) and ids (B, T, 1) of the text's token at this level, by the round's
+    start t. u (B, T, S, draws): uniforms that draw the rejected children, S samples. parents: of the tree's nodes."""
     depths = depths_of(parents)
     chances = torch.zeros(
         *u.shape[:2], len(parents), dtype=distributions[0][0].dtype if distributions else u.dtype, device=u.device
@@ -253,8 +267,8 @@ def traversed(parents: tuple[int, ...], distributions: Sequence[Distributions], 
 
 def _at_level(p: Tensor, q: Tensor, x: Tensor, inside: Tensor, level: int) -> Distributions:
     """Return, by the round's start t, the distributions p and q (B, T, V) and the id (B, T, 1) of token t + level. Past
-    the text's end the distributions are zero. p, q, x: as in `chances_traversal`. inside (B, T): whether the text has
-    token t. level: 0-based."""
+    the text's end the distributions are zero. p (B, T, V), q (B, T, V) or (B, T, K, V), x (B, T): of the text's tokens.
+    inside (B, T): whether the text has token t. level: 0-based."""
     drafts = wide(q if q.ndim == 3 else q[:, :, level])
     within, gone = inside.unsqueeze(-1), min(level, x.shape[1])
     distributions = [torch.where(within, probs, 0.0)[:, gone:] for probs in (wide(p), drafts)]
@@ -266,8 +280,8 @@ def _children(
     p: Tensor, q: Tensor, x: Tensor, w: Tensor, chance: Tensor, count: int, numbers: Iterator[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return, for each of a node's `count` children, its weight and its probability if it is the text's token, both (B,
-    T). p, q (B, T, V), x (B, T, 1): see `_at_level`. w, chance (B, T): the node's weight and probability. numbers: one
-    tensor (B, T) of uniforms for each rejected child."""
+    T). p, q (B, T, V), x (B, T, 1): distributions at the node, and the text's next token. w, chance (B, T): the node's
+    weight and probability. numbers: one tensor (B, T) of uniforms for each rejected child."""
     children, text = [], p.gather(-1, x).squeeze(-1)
     for child in range(count):
         px, qx = (w * p.gather(-1, x).squeeze(-1)), q.gather(-1, x).squeeze(-1)
@@ -284,22 +298,26 @@ def _children(
 
 
 def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, as in `reach_tree`. accept (A, D, C): for each level, P(the
-    text's token there is accepted as child c). k (A,): number of nodes in use."""
+    """Return the reach (A, D+1) of one round per row: P(the round accepts at least n nodes | the text), under
+    `tree.tree`. accept (A, D, C): for each level, P(the text's token there is accepted as child c). parents: of the
+    tree's nodes. k (A,): number of nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
     return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.tree`. p, q (A, D, V): the
-    target's and the draft's distributions of the text's next tokens x (A, D); zero past the text's end. k (A,): number
-    of nodes in use. seed: for drawing the rejected children, see `by_draw`."""
+    """Return the reach (A, D+1) of one round per row, P(the round accepts at least n nodes | the text), for sampled
+    children under `tree.tree`. p, q (A, D, V): the target's and the draft's distributions of the text's next tokens x
+    (A, D); zero past the text's end. parents: of the tree's nodes. k (A,): number of nodes in use. seed: for drawing
+    the rejected children."""
     return reach_of_round(by_draw(p, q, x, max(ranks_of(parents)) + 1, seed=seed), parents, k)
 
 
 def traversal_by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:
-    """Return the reach (A, D+1) of one round per row, for sampled children under `tree.traversal`. Arguments as in
-    `by_levels`."""
+    """Return the reach (A, D+1) of one round per row, P(the round accepts at least n nodes | the text), for sampled
+    children under `tree.traversal`. p, q (A, D, V): the target's and the draft's distributions of the text's next
+    tokens x (A, D); zero past the text's end. parents: of the tree's nodes. k (A,): number of nodes in use. seed: for
+    drawing the rejected children."""
     later = len(parents) - len(set(parents))
     u = strata(len(x), later, SAMPLES, seed, x.device).unsqueeze(1)
     distributions = [(wide(p[:, j : j + 1]), wide(q[:, j : j + 1]), x[:, j : j + 1, None]) for j in range(p.shape[1])]

@@ -28,23 +28,24 @@ Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tens
 class Rule:
     """A verification rule with its predictions. name: its name, for `Engine(verify=)`.
 
-    verify(p, q, x, noise, k) -> `Verification`. p (A, N+1, V): target distributions. q (A, N, V): draft distributions,
-    None if all drafts were deterministic. x (A, N): drafts. k (A,): drafts per row. noise: Gumbel noise (A, N+1, V) for
-    a rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also accepts `tree=`, the shape of the drafts.
-    Then column i + 1 of p is the distribution after node i, and the verification has a `path` (A, D), D levels: the
-    accepted nodes, then -1.
+    verify(p, q, x, noise, k) -> `Verification`. p (A, N+1, V): target distributions; column 0 is before the first
+    draft. q (A, N, V): draft distributions, None if all drafts were deterministic. x (A, N): drafts. k (A,): drafts per
+    row. noise: Gumbel noise (A, N+1, V) for a rule that is `shared`, else uniforms (A, N+1). A rule with `trees` also
+    accepts `tree=`, the shape of the drafts. Then column i + 1 of p is the distribution after node i, and the
+    verification has a `path` (A, D), D levels: the accepted nodes, then -1.
 
     reach(logp, logq, k, lengths) -> (B, T, K+1): P(a round that starts at token t accepts at least n drafts | the
     text), or None if acceptance depends on the noise that generated the text. logp (B, T), logq (B, T) or (B, T, K):
-    log p and log q of the text's tokens, see `predict_chain.reach`.
+    log p and log q of the text's tokens; entry (t, j) is for token t as draft j (0-based). k: drafts per round, an int,
+    (B,) or (B, T). lengths (B,): tokens in each text, None for T.
 
     branches(p, q, x, parents, k, seed) -> (A, D+1), for one round per row with a tree of sampled children: entry n is
     P(the round accepts at least n nodes | the text). x (A, D): the text's next tokens. p, q (A, D, V): the target's and
-    the draft's distributions of these tokens. k (A,): number of nodes in use. See `predict_tree.by_levels`. None if
-    there is no such prediction.
+    the draft's distributions of these tokens. k (A,): number of nodes in use. None if there is no such prediction.
 
-    shared: whether drafts are drawn with the noise of the target's own tokens, keyed by position. exact: whether the
-    text's distribution is the target's; if not, reports say so whatever the checks measure.
+    shared: whether drafts are drawn with the noise of the target's own tokens, keyed by position. trees: whether
+    `verify` accepts trees. exact: whether the text's distribution is the target's; if not, reports say so whatever the
+    checks measure.
     """
 
     name: str
@@ -109,8 +110,7 @@ def _typical(
 
 
 def _uniforms(u: Tensor, x: Tensor) -> Tensor:
-    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N). Nodes that no row drafts have no number and get
-    1."""
+    """Return the uniforms u (A, n) as (A, N), with the N of x (A, N): cut, or with 1 for nodes that no row drafts."""
     return pad(u, (0, max(0, x.shape[1] - u.shape[1])), value=1.0)[:, : x.shape[1]]
 
 
@@ -129,8 +129,9 @@ def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | 
 
 
 def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the reach (B, T, K+1) under `match`. A draft is accepted if it is the target's own draw x, so with
-    probability q(x). logq (B, T) or (B, T, K). Other arguments as in `Rule`."""
+    """Return the reach (B, T, K+1) under `match`: P(a round that starts at token t accepts at least n drafts | the
+    text). A draft is accepted if it is the target's own draw x, so with probability q(x). logq (B, T) or (B, T, K).
+    logp is not used."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 

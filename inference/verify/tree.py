@@ -86,9 +86,9 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
 
 
 def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
-    """Return depths and seen, both (A, N + 1), see `Tree`. parents (A, N). The method is doubling: each step adds the
-    bits of a column's highest known ancestor to the column's bits, so the distance to the highest known ancestor
-    doubles."""
+    """Return, for each column of a tree's pass, its depth and the columns that it attends to (as bits of an int64),
+    both (A, N + 1). parents (A, N). The method is doubling: each step adds the bits of a column's highest known
+    ancestor to the column's bits, so the distance to the highest known ancestor doubles."""
     up = torch.nn.functional.pad(parents + 1, (1, 0))  # columns; the anchor is its own parent
     columns = torch.arange(up.shape[1], device=up.device).expand_as(up)
     depths, seen = (columns > 0).to(torch.int64), torch.ones_like(up) << columns
@@ -99,8 +99,8 @@ def _ancestry(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the depth of each node, 1 for children of the anchor. Raises ValueError if a node comes before its
-    parent."""
+    """Return the depth of each node: 1 for children of the anchor. parents: node i has parent parents[i] < i, or -1 for
+    the anchor. Raises ValueError if a node comes before its parent."""
     depths: list[int] = []
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
@@ -112,7 +112,8 @@ def depths_of(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def ranks_of(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return, for each node, how many siblings come before it."""
+    """Return, for each node, how many siblings come before it. parents: node i has parent parents[i] < i, or -1 for the
+    anchor."""
     return tuple(parents[:node].count(parent) for node, parent in enumerate(parents))
 
 
@@ -156,8 +157,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return, for each node, the child numbers on the path from the anchor down to it. This is the inverse of
-    `from_paths`."""
+    """Return, for each node, the child numbers (0-based) on the path from the anchor down to it. This is the inverse of
+    `from_paths`. parents: node i has parent parents[i] < i, or -1 for the anchor."""
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
@@ -165,7 +166,8 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def levels(parents: tuple[int, ...]) -> tuple[TreeLevel, ...]:
-    """Return the nodes of each depth, from depth 1 on. A draft model runs one pass per level."""
+    """Return the nodes of each depth, from depth 1 on. A draft model runs one pass per level. parents: node i has
+    parent parents[i] < i, or -1 for the anchor."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     levels, above = [], [-1]
     for depth in range(1, max(depths, default=0) + 1):
@@ -180,9 +182,9 @@ def sampled(probs: Tensor, g: Tensor, m: int) -> Tensor:
     """Return the ids (A, n, m) of m children of each node, drawn without replacement, in the order of drawing them one
     by one.
 
-    probs (A, n, V): the draft's distributions q. g (A, n, V): Gumbel noise, see `noise.states_at`. The children are the
-    m largest of log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last
-    children have none, and the rules for trees never accept them.
+    probs (A, n, V): the draft's distributions q. g (A, n, V): standard Gumbel noise. The children are the m largest of
+    log q + g, the largest first (Kool et al. 2019, 1903.06059). If fewer than m tokens have mass, the last children
+    have none, and the rules for trees never accept them.
     """
     return (probs.to(g.dtype).log() + g).topk(m, dim=-1).indices
 
@@ -227,7 +229,9 @@ def tree(
     At a node with distributions p and q, the children are tried in order: child x is accepted if u < p(x) / q(x). A
     rejection changes p to norm(max(p - q, 0)), removes x from q and renormalises q. The token after the path is drawn
     from the last accepted node's p, as changed by its children's rejections. On a chain this is `chain.token`.
-    Arguments: see the module.
+
+    p (B, N+1, V), q (B, N, V) or None, x (B, N), u (B, N), k (B,) or None: as the module describes them. Raises
+    ValueError if x has another number of nodes than `parents`.
     """
     steps, there = steps_of(parents, x, by_level=False), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=False)
@@ -237,7 +241,7 @@ def tree(
 def traversal(
     p: Tensor, q: Tensor | None, x: Tensor, parents: tuple[int, ...], u: Tensor, k: Tensor | None = None
 ) -> TreeVerification:
-    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398). Arguments: see the module.
+    """Verify a tree by traversal, from the leaves up (Weng et al. 2025, 2505.12398).
 
     In expectation this emits at least as many tokens as `tree` if the subtree of each sibling contains the subtrees of
     its later siblings, as in trees that `cotrain plan` grows. If a later sibling is deeper, it may emit fewer, since
@@ -246,7 +250,8 @@ def traversal(
     visit(node, w): visit each child x in order, with w_c = min(w p(x)/q(x), 1). If the child's subtree accepts, stop;
     else set R = max(w p - q, 0), w = sum R / (sum R + 1 - w) with 0/0 = 1, p = norm(R), and q as in `tree`. After the
     last child, accept the node if u < w, and draw the next token from p. Begin with visit(anchor, 1). On a chain this
-    is `chain.block`.
+    is `chain.block`. p (B, N+1, V), q (B, N, V) or None, x (B, N), u (B, N), k (B,) or None: as the module describes
+    them.
     """
     steps, there = steps_of(parents, x, by_level=True), used(x, k)
     chances, rest = _thresholds(p, q, x, steps, there, carry=True)
@@ -259,8 +264,9 @@ def coupled(p: Tensor, x: Tensor, parents: tuple[int, ...], g: Tensor, k: Tensor
     p + g) at its parent. The resulting distribution is one-hot at the first y that no child has. On a chain this is
     `chain.coupled`. The text equals the text of plain decoding with this noise.
 
-    g (B, N+1, V): Gumbel noise for the position after each column, equal for all nodes of one depth. Other arguments:
-    see the module.
+    p (B, N+1, V): after the anchor (column 0) and after node i (column i + 1). x (B, N): drafted ids. g (B, N+1, V):
+    Gumbel noise for the position after each column, equal for all nodes of one depth. k (B,): number of nodes in use,
+    None for all.
     """
     y, steps = (wide(p).log() + g).argmax(-1), steps_of(parents, x, by_level=True)  # (B, N+1)
     wanted = y.gather(1, (steps.parents + 1).expand_as(x))
@@ -272,7 +278,7 @@ def _thresholds(
 ) -> tuple[Tensor, Tensor]:
     """Return the threshold of each node (B, N), and each column's p after its children were rejected (B, N+1, V). there
     (B, N): whether the row has the node. carry: whether weights w are passed down the tree and change with rejections,
-    as in `traversal`; else w is 1 at every node."""
+    as in `traversal`; else w is 1 at every node. p, q, x: as the module describes them."""
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)  # (B, 1)
     x = torch.where(there, x, 0)
     rest = wide(p).clone()
@@ -329,7 +335,8 @@ def _normalised(rest: Tensor, p: Tensor) -> Tensor:
 
 def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
     """Walk down from the anchor, at each node to the first child that passed, and return the verification. passed (B,
-    N). rest (B, N+1, V): distribution of the next token if the walk ends at this column."""
+    N). rest (B, N+1, V): distribution of the next token if the walk ends at this column. passed (B, N): whether each
+    node passed its test."""
     at, path = torch.full_like(passed[:, :1], -1, dtype=torch.int64), []
     for _ in range(steps.depth):
         fits = passed & (steps.parents == at)  # (B, N)
@@ -343,8 +350,8 @@ def walk(passed: Tensor, rest: Tensor, steps: Steps) -> TreeVerification:
 
 
 def used(x: Tensor, k: Tensor | None) -> Tensor:
-    """Return a bool tensor (B, N): whether each row has each node. Row b has its first k[b] nodes, or all if k is
-    None."""
+    """Return a bool tensor (B, N): whether each row has each node. x (B, N): the nodes' ids. k (B,): row b has its
+    first k[b] nodes; None for all."""
     if k is None:
         return torch.ones_like(x, dtype=torch.bool)
     return torch.arange(x.shape[1], device=x.device) < k.unsqueeze(-1)
@@ -363,9 +370,10 @@ def subtrees(steps: Steps) -> Tensor:
 
 
 def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
-    """Return the steps of a tree. Each step has the nodes with one number among their siblings: the first children,
-    then the second, and so on; with `by_level`, only the nodes of one level. Raises ValueError if x (B, N) has another
-    number of nodes."""
+    """Return the steps in which a tree's nodes are tested. Each step has the nodes with one number among their
+    siblings: the first children, then the second, and so on; with `by_level`, only the nodes of one level. parents:
+    node i has parent parents[i] < i, or -1 for the anchor. Raises ValueError if x (B, N) has another number of nodes.
+    """
     if len(parents) != x.shape[1]:
         raise ValueError(f"parents has {len(parents)} nodes, but x has {x.shape[1]}: give one parent per node")
     return _static_steps(parents, x.device, by_level)
@@ -373,7 +381,8 @@ def steps_of(parents: tuple[int, ...], x: Tensor, by_level: bool) -> Steps:
 
 @cache  # CUDA graphs may read these tensors, so none is dropped
 def _static_steps(parents: tuple[int, ...], device: torch.device, by_level: bool) -> Steps:
-    """Return the result of `steps_of`, which is cached, so that no round copies it to the device again."""
+    """Return the steps in which a tree's nodes are tested (`steps_of`), on a device. They are cached, so that no round
+    copies them to the device again."""
     depths, ranks = depths_of(parents), ranks_of(parents)
     keys = [(depth if by_level else 0, rank) for depth, rank in zip(depths, ranks, strict=True)]
     steps = sorted(set(keys))
