@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -33,6 +34,7 @@ from cotrain.rollout.training_texts import read_rows
 from cotrain.students.base import student_class
 from cotrain.teacher.server_states import load_ends, served_elsewhere
 from cotrain.teacher.target_model import load_target, served
+from cotrain.training import job
 from cotrain.training.job import Job
 from cotrain.training.preconditions import ids_of, outline
 from inference.drafts.atomic import write_atomic
@@ -173,6 +175,8 @@ def main() -> None:
     asked = parser.parse_args()
     # both trainings read the same files of texts, though a target without layers has another fingerprint
     Job.identity = property(lambda _: {"study": asked.target})  # type: ignore[assignment,method-assign]
+    made = job.sampled_texts
+    job.sampled_texts = lambda *given, **named: replace(made(*given, **named), server=job.TEACHER)
     found = dict[str, Any]()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
@@ -185,8 +189,7 @@ def main() -> None:
                 rows = read_rows(folder / "texts" / "train_T1")
                 texts = [[*row["prompt"], *row["completion"]] for row in rows][: asked.texts]
                 states = compared(url, asked.target, kind, texts)
-                # the stored texts are those of this server; nothing is sampled
-                two = trained(folder / f"{kind} here", folder / "texts", *common, f"rollout.url={url}")
+            two = trained(folder / f"{kind} here", folder / "texts", *common)
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
             report: dict[str, Any] = {"environment": environment(), "target": asked.target, "kinds": found}

@@ -51,6 +51,8 @@ class FakeVLLM:
             with tapped(self.model, [layer for layer in self.layers if layer < last]) as states:
                 logits = self.model(torch.tensor([ids])).logits[0]
             hook.remove()
+        if fault == "hangs":
+            time.sleep(1)
         if fault == "unwell":
             return 503, {"error": "the engine has died"}
         if fault == "rejected":
@@ -64,7 +66,8 @@ class FakeVLLM:
             written["hidden_states"] = held * float("nan")
         lock = open(f"{path}.lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
-        threading.Timer(0.05 if fault == "late" else 0, self._write, (path, lock, written, fault)).start()
+        wait = {"late": 0.05, "locked": 1.0}.get(fault or "", 0.0)
+        threading.Timer(wait, self._write, (path, lock, written, fault)).start()
         logprobs = logits.log_softmax(-1)
         steps = [None, *({str(b): {"logprob": float(logprobs[i, b])}} for i, b in enumerate(ids[1:]))]
         choice = {"text": "", "token_ids": new, "finish_reason": "length", "prompt_logprobs": steps}

@@ -106,6 +106,10 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
     report, and lines for the user."""
     if not (cfg.url and cfg.url_draft):
         raise UserError("url=, url_draft=: set both, to a server of the target without a draft and one with the draft")
+    if cfg.url == cfg.url_draft:
+        raise UserError(f"url_draft={cfg.url_draft}: it is url=; start a second server, with the draft")
+    if cfg.verify or cfg.bench.depths or cfg.bench.trees:
+        raise UserError("verify=, bench.depths=, bench.trees=: the servers decide these: leave them out")
     size, open_tokens = cfg.bench, not cfg.bench.prompt_tokens
     refuse_folder(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, resolved(cfg), cfg.target.trust_remote_code)
@@ -113,6 +117,11 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
     plain, drafted = server("url", cfg.url, regime), server("url_draft", cfg.url_draft, regime)
     room = room_of(pair) - timed(size) if open_tokens else None
     given = prompts(cfg.data, size, pair.target, pair.tokenizer, room, Path(draft_path))
+    if 2 * max(cfg.concurrent) > (count := min(size.prompts, len(given.final))):
+        raise UserError(
+            f"concurrent={cfg.concurrent}: {count} prompts are fewer than two batches of {max(cfg.concurrent)}, so "
+            "there would be no interval: raise bench.prompts=, give more prompts with data.path=, or lower concurrent="
+        )
     with claim(cfg.output, cfg.overwrite, command="bench") as folder, user_errors():
         cells = servers.measured(
             plain,

@@ -1,6 +1,7 @@
 """Command `cotrain teacher`. It says how a vLLM serves the target to a training whose process does not have it."""
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -17,7 +18,6 @@ from inference.models.pretrained import length_of
 from inference.servers import hidden_states
 
 SERVE = Path(hidden_states.__file__).with_name("vllm_serve.py")
-ROOT = SERVE.parents[2]  # vLLM imports the connector for a CPU from here
 
 
 def run(cfg: TeacherConfig) -> None:
@@ -40,6 +40,12 @@ def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
     """Return the command that serves the target, as a list of arguments, and the environment variables that it needs.
     Raises UserError for a kind of draft that needs the target in the training's process, and for an interpreter without
     vLLM 0.18 or later."""
+    if cfg.target.adapter:
+        raise UserError("target.adapter: merge the adapter into the model, and name that by target.path=")
+    if cfg.init.kind != "scratch":
+        raise UserError(
+            f"init={cfg.init.kind}: the layers that a draft reads follow from draft= alone: leave out init="
+        )
     if cfg.draft.kind not in TAUGHT:
         raise UserError(f"draft={cfg.draft.kind}: it needs the target in its process: use one of {', '.join(TAUGHT)}")
     if cfg.python:
@@ -52,24 +58,30 @@ def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
     python = cfg.python or "python"
     command = [python, str(SERVE)] if cpu else ["vllm", "serve"] if not cfg.python else [python, "-m", "vllm", "serve"]
     command += ["--model", model] if cpu else [model]
-    command += ["--port", str(cfg.port), "--max-model-len", str(length_of(target.config.get_text_config()))]
-    command += ["--dtype=float32", "--enforce-eager"] if cpu else ["--tensor-parallel-size", str(cfg.gpus)]
+    longest = length_of(target.config.get_text_config()) + 1  # a request for states asks for one token more
+    command += ["--port", str(cfg.port), "--max-model-len", str(longest)]
+    command += ["--trust-remote-code"] * cfg.target.trust_remote_code
+    dtype = "float32" if cpu and cfg.target.dtype == "auto" else cfg.target.dtype
+    command += [f"--dtype={dtype}", *(["--enforce-eager"] if cpu else ["--tensor-parallel-size", str(cfg.gpus)])]
     command += hidden_states.vllm_arguments(layers, Path(cfg.output).absolute(), cpu)
-    on_cpu = {"PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    return command, on_cpu if cpu else {}
+    longer = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    on_cpu = {"PYTHONPATH": str(hidden_states.ON_VLLM), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    return command, longer | (on_cpu if cpu else {})
 
 
 def _require_vllm(python: str) -> None:
     """Raise UserError if an interpreter has no vLLM that hands out hidden states."""
     code = (
-        "import importlib.metadata as m; print(next(d.version for d in m.distributions() if d.name.startswith('vllm')))"
+        "import importlib.metadata as m; "
+        "print(next(d.version for d in m.distributions() if d.name in ('vllm', 'vllm-cpu', 'vllm_cpu')))"
     )
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     except OSError as error:
         raise UserError(f"python={python}: it cannot be started: {error}") from error
     version = done.stdout.strip()
-    if done.returncode or tuple(int(part) for part in version.split(".")[:2]) < (0, 18):
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if not numbers or tuple(map(int, numbers.groups())) < (0, 18):
         raise UserError(
             f"python={python}: it has {f'vLLM {version}' if version else 'no vLLM'}: install vLLM 0.18 or later"
         )

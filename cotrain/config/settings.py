@@ -188,7 +188,7 @@ class BenchConfig(DraftFolderConfig):
     """A server of the target without a draft; with url_draft=, these servers are measured instead of this engine."""
     url_draft: Text = None
     """A server of the target with the draft of draft.path=."""
-    concurrent: Some = [1, 8, 32]
+    concurrent: Some = [1, 8]
     """Numbers of concurrent requests to the servers."""
     output: Output = "outputs/bench"
 

@@ -2,8 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from cotrain.console import Display, Say
 from cotrain.errors import UserError
 from inference import Engine, Sampling
 from inference.drafts.atomic import naming_full_disk, write_atomic
-from inference.servers.openai_client import Client, Completion
+from inference.servers.openai_client import Completion
 
 WINDOW = 512  # prompts that are sorted by length
 SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
@@ -28,6 +27,17 @@ class Ask:
     texts: dict[str, int]  # keys: train, held_out
     prompt_tokens: int
     new_tokens: int
+
+
+class Completing(Protocol):
+    """A server or several, see `openai_client.Client`."""
+
+    @property
+    def sends_ids(self) -> bool: ...
+
+    def complete(
+        self, prompts: Sequence[Any], max_new_tokens: int, sampling: Sampling, seeds: Iterable[int], *, at_once: int = 8
+    ) -> list[Completion]: ...
 
 
 class Sampler(Protocol):
@@ -106,7 +116,7 @@ class Remote:
     one, the tokenizer's end token.
     """
 
-    client: Client
+    client: Completing
     tokenizer: PreTrainedTokenizerBase
     rows: int
     ends: frozenset[int]
@@ -149,31 +159,6 @@ class Remote:
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Spreads prompts over samplers of the same distribution, which run at the same time."""
-
-    samplers: Sequence[Sampler]
-
-    @property
-    def rows(self) -> int:
-        return sum(sampler.rows for sampler in self.samplers)
-
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
-        n = len(self.samplers)
-
-        def part(i: int) -> list[list[int]]:
-            return self.samplers[i](prompts[i::n], sampling, new_tokens, seed, keys[i::n])
-
-        completions: list[list[int]] = [[] for _ in prompts]
-        with ThreadPoolExecutor(n) as pool:
-            for i, done in enumerate(pool.map(part, range(n))):
-                completions[i::n] = done
-        return completions
 
 
 def collect(

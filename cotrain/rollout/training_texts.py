@@ -219,20 +219,20 @@ class Sampled:
         sampled, rows = len(rows), [row for row in rows if row["completion"]]
         if len(rows) < sampled:
             print(
-                f"rollout.url: {sampled - len(rows)} of {sampled} texts are left out: they are empty, or the server "
-                "sends no token ids and they change when they are decoded and encoded again"
+                f"{self.server_key}: {sampled - len(rows)} of {sampled} texts are left out: they are empty, or the "
+                "server sends no token ids and they change when they are decoded and encoded again"
             )
         ends = ends_of(self.target)
         empty = sum(ends.issuperset(row["completion"]) for row in rows)
-        whose = "rollout.url: the server's" if self.server else "target.path: the target's"
+        whose = f"{self.server_key}: the server's" if self.server else "target.path: the target's"
         if empty == len(rows):
             partial.unlink()  # else the next call would read these texts
         elif empty:
             print(f"{whose} texts: {empty} of {len(rows)} are empty, they end at their first token")
         if not rows:
             raise UserError(
-                "rollout.url: each of the server's texts is empty, or changes when it is decoded and encoded again: "
-                "look at its answer to one of the prompts, or use a server that sends token ids, such as vLLM"
+                f"{self.server_key}: each of the server's texts is empty, or changes when it is decoded and encoded "
+                "again: look at its answer to one of the prompts, or use a server that sends token ids, such as vLLM"
             )
         if empty == len(rows):
             raise UserError(
@@ -249,6 +249,11 @@ class Sampled:
         save_rows(rows, path, wanted if sampled < len(mine) else _whole(wanted))
         partial.unlink()
         return path
+
+    @property
+    def server_key(self) -> str:
+        """Return the setting that names the server, for messages."""
+        return "teacher.url" if self.server == "teacher.url" else "rollout.url"
 
     def _sampler(self) -> samplers.Sampler:
         return self.by() if self.by else samplers.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))

@@ -6,32 +6,26 @@ that the target is elsewhere.
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import count
 from typing import Any
-from urllib.error import HTTPError
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import AutoConfig, PreTrainedModel
 
 from cotrain.errors import UserError
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
+from cotrain.teacher.servers import Servers, servers_at
 from cotrain.teacher.target_model import Head, Reader, Record
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, layers_of, widened
-from inference.servers.hidden_states import StatesClient
 
-PATIENCE = 600.0  # seconds in which some server must answer
-PAUSE = 1.0  # seconds before a server that failed is asked again
-REJECTED = (400, 401, 403, 404, 413, 422)  # answers that asking again does not change
-TRIES = 3  # of a text whose states came back wrong
-COMPARED = 8  # texts that are compared with the server's own log-probabilities
+COMPARED = 8  # texts that are compared with the servers' own log-probabilities
+FAR = 0.02  # mean difference of probabilities of a server that has another target, or another dtype than its files
 
 
 def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -> PreTrainedModel:
@@ -63,9 +57,11 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
         )
     if dtype == "auto":
         widened(model)
-    for name, value in whole.get_text_config().to_dict().items():
-        if name in ("num_hidden_layers", "layer_types"):
-            setattr(model.config.get_text_config(), name, value)
+    # GPT-2 and others have the number of layers under another name in to_dict()
+    text, own = model.config.get_text_config(), whole.get_text_config()
+    text.num_hidden_layers = own.num_hidden_layers
+    if getattr(own, "layer_types", None) is not None:
+        text.layer_types = own.layer_types
     model.base_model.forward = _absent
     frozen: PreTrainedModel = model.eval().requires_grad_(False)
     return frozen
@@ -104,68 +100,47 @@ def final_norm(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 class ServerReader:
-    """Reads the target's states from servers, as a `Reader` of `target_model`.
+    """Reads the target's states from servers, as a `Reader` of `target_model`. Each text is one request, without the
+    zeros that pad it; the states of these are 0.
 
-    Each text is one request; the requests of a batch go to the servers in turn. If a server fails, the text is asked
-    for again after a pause, from the next server; the same if its states are wrong. Raises UserError if no server
-    answers for PATIENCE seconds, if one rejects a request, or if states stay wrong; the same command then resumes the
-    run.
-
-    clients: one per server. Their files have the states of `layers` in ascending order, then the states before the
-    final norm.
+    servers: their files have the states of `layers` in ascending order, then the states before the final norm.
     target: a model that `load_ends` loaded.
     layers: the layers to return besides LAST: 0 the embeddings, i the state after i decoder layers.
-    at_once: requests that run at a time, per server.
     """
 
-    def __init__(
-        self, clients: Sequence[StatesClient], target: PreTrainedModel, layers: Sequence[int], at_once: int = 8
-    ) -> None:
-        self.clients, self.target, self.layers = clients, target, sorted({*layers} - {LAST})
+    def __init__(self, servers: Servers, target: PreTrainedModel, layers: Sequence[int]) -> None:
+        self.servers, self.target, self.layers = servers, target, sorted({*layers} - {LAST})
         self.norm = final_norm(target)
-        self.turns, self.pool = count(), ThreadPoolExecutor(at_once * len(clients))
-        self.seconds, self.tokens = 0.0, 0  # spent waiting, and read
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         """Return the states (B, T, D) of texts ids (B, T), keyed by layer: the layers of `layers`, and LAST.
-        position_ids (B, T): a text begins at each 0; None: each row is one text. source: not used."""
-        began = time.perf_counter()
-        rows, starts = ids.tolist(), (torch.zeros_like(ids) if position_ids is None else position_ids).tolist()
-        texts = [
-            text for row, places in zip(rows, starts, strict=True) for text in _texts(row, places, position_ids is None)
-        ]
-        read = torch.cat(list(self.pool.map(self._states, texts)))  # (B T, layers, D)
-        read = read.view(*ids.shape, *read.shape[1:]).to(self.target.dtype)
+        position_ids (B, T): a text begins at each 0; None: each row is one text. source: not used. Raises the errors of
+        `Servers`."""
+        rows, places = ids.tolist(), [None] * len(ids) if position_ids is None else position_ids.tolist()
+        texts = [text for row, at in zip(rows, places, strict=True) for text in _texts(row, at)]
+        shown = [_unpadded(text) for text in texts]
+        parts = self.servers.map(lambda client, text: client.states(text), shown)
+        padded = [pad(part, (0, 0, 0, 0, 0, len(text) - len(part))) for part, text in zip(parts, texts, strict=True)]
+        read = torch.cat(padded).view(*ids.shape, *padded[0].shape[1:]).to(self.target.dtype)
         read = sent(read, self.target.device)
         record = {layer: read[:, :, place] for place, layer in enumerate(self.layers)}
         last: Tensor = self.norm(read[:, :, -1])
-        self.seconds += time.perf_counter() - began
-        self.tokens += ids.numel()
         return {LAST: last} | record
 
-    def _states(self, ids: list[int]) -> Tensor:
-        """Return the states (n, layers, D) of one text of n tokens. Raises UserError if no server gives them."""
-        end, wrong = time.monotonic() + PATIENCE, 0
-        while True:
-            client = self.clients[next(self.turns) % len(self.clients)]
-            try:
-                return client.states(ids)
-            except ConnectionError as error:
-                rejected = isinstance(error.__cause__, HTTPError) and error.__cause__.code in REJECTED
-                if rejected or time.monotonic() > end:
-                    raise UserError(f"teacher.url: {error}; start the same command again to resume") from error
-            except ValueError as error:
-                wrong += 1
-                if wrong == TRIES:
-                    raise UserError(f"teacher.url: {error}") from error
-            time.sleep(PAUSE)
 
-
-def _texts(ids: list[int], places: list[int], whole: bool) -> list[list[int]]:
-    """Return the texts in a row. places: the position of each id in its text. whole: the row is one text."""
-    starts = [0] if whole else [i for i, place in enumerate(places) if place == 0]
+def _texts(ids: list[int], places: list[int] | None) -> list[list[int]]:
+    """Return the texts in a row. places: the position of each id in its text; None: the row is one text."""
+    starts = [i for i, place in enumerate(places) if place == 0] if places else [0]
     return [ids[a:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
+def _unpadded(ids: list[int]) -> list[int]:
+    """Return the ids of a text without the zeros at its end but the first, which may be its own."""
+    size = len(ids)
+    while size > 1 and ids[size - 1] == 0 == ids[size - 2]:
+        size -= 1
+    return ids[:size]
 
 
 def asked_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:
@@ -194,7 +169,7 @@ def served_elsewhere(
         with torch.autocast(target.device.type, enabled=False):
             return head(states)[..., :vocabulary]
 
-    return ServerReader([StatesClient(url, asked) for url in urls], target, layers), logits
+    return ServerReader(servers_at(urls, asked), target, layers), logits
 
 
 @torch.no_grad()
@@ -203,17 +178,18 @@ def agreement(reader: Reader, head: Head, texts: Sequence[list[int]]) -> str:
     the head here, compared with those that the first server computes itself. texts: token ids of each. reader: a
     `ServerReader`."""
     assert isinstance(reader, ServerReader)
-    client, gaps, masses = reader.clients[0], list[Tensor](), list[Tensor]()
-    for ids in texts:
-        own = client.prompt_logprobs(ids).double()
+    gaps, masses = list[Tensor](), list[Tensor]()
+    owns = reader.servers.map(lambda client, ids: client.prompt_logprobs(ids).double(), texts)
+    for ids, own in zip(texts, owns, strict=True):
         states = reader(torch.tensor([ids]))[LAST]
         here = head(states[0, :-1]).double().log_softmax(-1)
         here = here.gather(1, torch.tensor(ids[1:], device=here.device)[:, None])[:, 0].cpu()
         gaps.append((here - own).abs())
         masses.append((here.exp() - own.exp()).abs())
     gap, mass = torch.cat(gaps), torch.cat(masses)
-    return (
-        f"teacher: log-probabilities of {len(gap)} tokens by the server's states differ from its own by "
+    line = (
+        f"teacher: log-probabilities of {len(gap)} tokens by the servers' states differ from their own by "
         f"{float(gap.mean()):.1e} in the mean and {float(gap.max()):.1e} at most, probabilities by "
         f"{float(mass.mean()):.1e}"
     )
+    return f"warning: {line}: do all servers have the target of target.path=?" if mass.mean() > FAR else line

@@ -52,7 +52,7 @@ class MemoryCache:
         training step."""
         ids, source = batch["ids"], batch.get("source")
         names = self._names(ids, batch["key"], source)
-        if any(name not in self.records for name in names):
+        if (*names,) not in self.early and any(name not in self.records for name in names):
             self.early[*names] = READERS.submit(self.read, ids, batch.get("position_ids"), source)
 
     def lines(self) -> list[str]:

@@ -25,11 +25,12 @@ from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
-from cotrain.rollout.samplers import Ask, Own, Remote, Sampler, Spread
+from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
 from cotrain.students.base import LAST
 from cotrain.teacher.server_states import load_ends, served_elsewhere
+from cotrain.teacher.servers import servers_at
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_model import Head, Reader, load_config, load_pair, served
 from cotrain.training.deadline import Deadline
@@ -37,11 +38,13 @@ from cotrain.training.interrupts import Signals
 from inference import Engine, load
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
+from inference.drafts.compatibility import hash_weights
 from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
 from inference.request import ends_of
-from inference.servers.hidden_states import StatesClient
+from inference.servers.openai_client import Client
 
+TEACHER = "teacher.url"  # in the manifest of texts: the servers' addresses may change
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 
@@ -92,8 +95,10 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the target's fingerprint. It is saved with the target's texts and states."""
-        return identity(self.target, self.tokenizer)
+        """Return the target's fingerprint. It is saved with the target's texts and states. Of a target on servers it
+        also has a hash of the files, since the weights in this process lack the layers."""
+        files = {"files": hash_weights(str(self.cfg.target.path))} if self.cfg.teacher.urls else {}
+        return identity(self.target, self.tokenizer) | files
 
     @cached_property
     def read(self) -> Reader:
@@ -226,17 +231,17 @@ def sampled_texts(
     if written.dated:
         write_atomic(_date_file(cfg), f"{written.day}\n")
     source = {kind: prompt_origin(cfg.data, kind) | dated for kind in ("train", "held_out")}
-    urls = servers_of(cfg)
-    if urls and draft_path:
+    server = rollout.url or (TEACHER if _teachers(cfg) else None)
+    if server and draft_path:
         raise ValueError(
             "rollout.url: the server samples the texts and would not use draft.path=: leave out one of the two"
         )
     by: Callable[[], Sampler] | None = None
-    if urls:
-        by = partial(_remote, urls, tokenizer, rollout.rows, ends_of(target))
+    if server:
+        by = partial(_remote, cfg, tokenizer, ends_of(target))
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
-    return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, ", ".join(urls))
+    return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, server)
 
 
 def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
@@ -253,17 +258,17 @@ def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
-def servers_of(cfg: TrainConfig | RolloutConfig) -> list[str]:
-    """Return the addresses of the servers that sample the texts (rollout.url=); [] if this engine samples them."""
-    teachers = cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
-    return [cfg.rollout.url] if cfg.rollout.url else teachers
+def _teachers(cfg: TrainConfig | RolloutConfig) -> list[str]:
+    return cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
 
 
-def _remote(urls: list[str], tokenizer: PreTrainedTokenizerBase, rows: int, ends: frozenset[int]) -> Sampler:
-    """Return a sampler that uses these servers. rows: concurrent requests of each server. ends: token ids that end a
-    text."""
-    each = [Remote(StatesClient(url), tokenizer, rows, ends) for url in urls]
-    return each[0] if len(each) == 1 else Spread(each)
+def _remote(cfg: TrainConfig | RolloutConfig, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]) -> Sampler:
+    """Return the sampler of rollout.url=, or else of teacher.url=."""
+    rows = cfg.rollout.rows
+    if cfg.rollout.url:
+        return Remote(Client(cfg.rollout.url), tokenizer, rows, ends)
+    servers = servers_at(_teachers(cfg), (), rows)
+    return Remote(servers, tokenizer, servers.rows, ends)
 
 
 def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
@@ -308,14 +313,8 @@ def sample_prompts(
         min(LONGEST, length_of(target.config.get_text_config()) // 2),
         seconds,
     )
-    urls = cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
-    file = own.file(
-        lambda: (
-            _remote(urls, tokenizer, ask.rows, ends_of(target))
-            if urls
-            else Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))
-        )
-    )
+    remote = partial(_remote, cfg, tokenizer, ends_of(target)) if _teachers(cfg) else None
+    file = own.file(remote or (lambda: Own(Engine(target, tokenizer=tokenizer, rows=ask.rows))))
     cfg.data.path = str(file)
     return file
 
@@ -326,7 +325,7 @@ def models(
     """Return the target as it will be served (quantised, with its adapter), and its tokenizer. Raises ValueError or
     OSError, which names the key or file, for a missing or damaged model or adapter."""
     ask = cfg.target
-    if isinstance(cfg, TrainConfig) and cfg.teacher.url:
+    if isinstance(cfg, TrainConfig) and cfg.teacher.urls:
         _, tokenizer = load_config(str(ask.path), ask.trust_remote_code)
         return load_ends(resolve(str(ask.path)), ask.dtype, ask.trust_remote_code), tokenizer
     return load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code, ask.adapter)

@@ -34,6 +34,8 @@ from cotrain.run_folder import writable
 from cotrain.students.base import KINDS, Student, student_class
 from cotrain.students.independent import CACHED, refuse_fewer
 from cotrain.students.quantised import refuse_unknown
+from cotrain.teacher.server_states import asked_layers, final_norm
+from cotrain.teacher.servers import require_states
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.deadline import LEAST, time_limited
@@ -89,6 +91,7 @@ def require(cfg: TrainConfig) -> RunOutline:
         _target(cfg, target, tokenizer)
         _teacher(cfg)
         draft = _draft(cfg, target, tokenizer)
+        _served_states(cfg, target, tokenizer, draft)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
             template = template_of(cfg, target, tokenizer)
             _refuse_template(cfg, opening(template).chat)
@@ -315,9 +318,8 @@ def _folders(cfg: TrainConfig) -> None:
 
 
 def _teacher(cfg: TrainConfig) -> None:
-    """Raise UserError for settings that need the target's layers in this process, though servers run it, and if a
-    server does not answer."""
-    if not cfg.teacher.url:
+    """Raise UserError for settings that need the target's layers in this process, though servers run it."""
+    if not cfg.teacher.urls:
         return
     needs = {
         f"draft={cfg.draft.kind}": cfg.draft.kind not in TAUGHT,
@@ -329,12 +331,20 @@ def _teacher(cfg: TrainConfig) -> None:
         "rollout.rounds": cfg.rollout.rounds > 1,
     }
     if wrong := [key for key, used in needs.items() if used]:
+        remedies = {f"draft={cfg.draft.kind}": f"use one of {', '.join(TAUGHT)}", "init=target_layers": "init=scratch"}
+        remedy = remedies.get(wrong[0], "measure=false" if wrong[0] == "measure=true" else "leave it out")
         raise UserError(
             f"{wrong[0]}: it needs the target's layers in this process, and with teacher.url= only its embeddings, "
-            f"norm and head are here: set draft= to one of {', '.join(TAUGHT)}, init=scratch and measure=false"
+            f"norm and head are here: {remedy}"
         )
-    for url in cfg.teacher.urls:
-        server("teacher.url", url, sampling(cfg.regime))
+
+
+def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, draft: PreTrainedModel) -> None:
+    """Raise UserError unless each server of teacher.url= gives the states that the draft reads, for a short text."""
+    if cfg.teacher.urls:
+        final_norm(target)
+        reads = student_class(cfg.draft.kind)(draft, target, ids_of(tokenizer)).reads
+        require_states(cfg.teacher.urls, asked_layers(target, reads))
 
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:
@@ -702,7 +712,8 @@ def refuse_packed(job: Job, student: Student) -> None:
     """Raise ValueError if target or draft would read several texts that are packed into one block as a single text."""
     if not job.cfg.trainer.corpus_steps or job.chats:
         return
-    apart = keeps_apart(job.target, halves(job.target)[0])
+    # servers read each text of a block as a request of its own
+    apart = bool(job.cfg.teacher.urls) or keeps_apart(job.target, halves(job.target)[0])
     for key, model, separate in (("target.path", job.target, apart), ("draft", student.network, student.keeps_apart())):
         if not separate:
             raise ValueError(

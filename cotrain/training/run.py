@@ -22,6 +22,7 @@ from cotrain.evaluation.profile import Provenance
 from cotrain.planning import exits
 from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Sampled
+from cotrain.teacher.servers import open_servers
 from cotrain.training import results
 from cotrain.training.assembly import foreign, held_out_texts, new_student, prune, trained_by
 from cotrain.training.callbacks import MeasureSpeed
@@ -59,7 +60,7 @@ def train(
 
     Raises Interrupted when a signal ends the run; the same command resumes it.
     """
-    with listening() as signals, other_loggers(cfg, folder) as loggers:
+    with open_servers(), listening() as signals, other_loggers(cfg, folder) as loggers:
         settle(cfg.trainer.threads, cfg.trainer.seed)
         target, tokenizer = models(cfg)
         if from_target(cfg.data):

@@ -8,26 +8,40 @@ after the last is the state before the final norm.
 
 import fcntl
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from inference.servers.openai_client import Client, Completion, completion_in, typed
+from inference.servers.openai_client import Client, typed
 
+T = TypeVar("T")
 CONNECTOR = "ExampleHiddenStatesConnector"
-ON_CPU = {"kv_connector": "HiddenStatesOnCPU", "kv_connector_module_path": "inference.servers.vllm_states"}
+# the folder that vLLM imports the connector for a CPU from
+ON_VLLM = Path(__file__).with_name("on_vllm")
+ON_CPU = {"kv_connector": "HiddenStatesOnCPU", "kv_connector_module_path": "states_on_cpu"}
+LAYERS = "layers_"
+LOCKED = 60.0  # seconds in which a server must have written a file
+
+
+class WrongStates(ValueError):
+    """A file has other states than those that were asked for."""
+
+
+class NoStates(ValueError):
+    """A server does not give the states that a run needs, whatever it is asked."""
 
 
 def folder_name(layers: Sequence[int]) -> str:
     """Return the name of the folder for files with the states of these layers, in this order. A file does not say which
     layers it has, so its folder does."""
-    return "layers_" + "_".join(map(str, layers))
+    return LAYERS + "_".join(map(str, layers))
 
 
 def vllm_arguments(layers: Sequence[int], folder: Path, cpu: bool) -> list[str]:
@@ -48,90 +62,114 @@ def vllm_arguments(layers: Sequence[int], folder: Path, cpu: bool) -> list[str]:
 class StatesClient(Client):
     """A client of a server that writes hidden states. url: the server's root. layers: the layers whose states its files
     must have, in order. arguments: `model`, `key` and `timeout`, as in `Client`. Raises ConnectionError if the server
-    does not answer, rejects a request, or answers in another form."""
+    does not answer, rejects a request, or answers in another form.
 
-    def __init__(self, url: str, layers: Sequence[int] = (), **arguments: Any) -> None:
-        super().__init__(url, **arguments)
+    Such a server writes a file for every request. The file is deleted once it is read, or at once if the request was
+    not for states.
+    """
+
+    def __init__(self, url: str, layers: Sequence[int], **arguments: Any) -> None:
         self.layers = tuple(layers)
+        super().__init__(url, **arguments)
+
+    def _read(self, path: str, read: Callable[[str], T], body: dict[str, Any] | None = None) -> T:
+        def alone(answer: str) -> T:
+            try:
+                return read(answer)
+            finally:
+                if body and (file := _file(answer)):
+                    discard(file)
+
+        return super()._read(path, read if read is _file else alone, body)
 
     def states(self, ids: list[int]) -> Tensor:
         """Return the states (n, layers, D) of a text of n ids; entry (i, l) is after id i, at layer number l of the
-        client's `layers`. Raises ConnectionError if the server does not answer or its file is lost or damaged. Raises
-        ValueError if the file has other layers, another text, or states that are not finite."""
-        asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
-        path = Path(self._read("/v1/completions", _path, asked))
+        client's `layers`. Raises ConnectionError if the server does not answer or its file is lost or damaged,
+        WrongStates if the file is of another text or has other shapes or states that are not finite, and NoStates if
+        the server writes no files, those of other layers, or in a folder that is not visible here."""
+        path = self._read("/v1/completions", _file, self._asked(ids))
+        if path is None:
+            raise NoStates(f"{self.root} gives no hidden states: start it with the line that `cotrain teacher` prints")
         if path.parent.name != folder_name(self.layers):
-            raise ValueError(
+            discard(path)
+            raise NoStates(
                 f"{self.root} writes states to {path.parent}, but this run reads those of {folder_name(self.layers)}: "
                 "start the server with the line that `cotrain teacher` prints for the same draft"
             )
         if not path.parent.is_dir():
-            raise ValueError(
+            raise NoStates(
                 f"{self.root} writes states to {path.parent}, which is not visible here: server and training must "
                 "share this folder under the same path"
             )
         return read_states(path, ids, len(self.layers))
 
-    def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. The
-        server writes states of sampled texts too; their file is deleted."""
-        with suppress(ValueError):
-            discard(Path(_path(answer)))
-        return completion_in(answer)
-
     def prompt_logprobs(self, ids: list[int]) -> Tensor:
-        """Return the log-probabilities (n - 1,), in nats, that the server gives to the ids of a text after the first:
-        entry i is for ids[i + 1]. Raises ConnectionError if the server does not answer, rejects the request, or answers
-        in another form."""
-        asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        """Return the log-probabilities (n - 1,) that the server gives to the ids of a text after the first, in nats:
+        entry i is of id i + 1. Raises ConnectionError as `Client` does."""
+        asked = self._asked(ids) | {"prompt_logprobs": 0}
         return torch.tensor(self._read("/v1/completions", lambda answer: _logprobs(answer, ids), asked))
+
+    def _asked(self, ids: list[int]) -> dict[str, Any]:
+        return {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
 
 
 def read_states(path: Path, ids: list[int], layers: int) -> Tensor:
-    """Return the states (n, layers, D) in a file, after it is whole, and delete the file. ids: the n ids of the text.
-    layers: the number of layers. Raises ConnectionError if the file is missing or damaged, and ValueError if it has
+    """Return the states (n, layers, D) in a file of `StatesClient.states`, after it is whole, and delete the file.
+    Raises ConnectionError if the file is missing or damaged, or not whole after LOCKED seconds; WrongStates if it has
     other ids, another number of layers, or states that are not finite."""
     try:
-        with open(f"{path}.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            stored = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ConnectionError(f"{path} was lost or is damaged ({error}): see whether its disk is full") from error
+        _await_whole(path)
+        stored = load_file(path)
+        of_ids, states = stored["token_ids"].tolist(), stored["hidden_states"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise ConnectionError(f"{path} was lost or is damaged: {error}") from error
     finally:
         discard(path)
-    if stored["token_ids"].tolist() != ids:
-        raise ValueError(
-            f"{path} has the states of another text: start the server again with the line that `cotrain teacher` prints"
-        )
-    states = stored["hidden_states"]
+    if of_ids != ids:
+        raise WrongStates(f"{path} has the states of another text")
     if states.dim() != 3 or states.shape[:2] != (len(ids), layers):
-        raise ValueError(
-            f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D): start the "
-            "server with the line that `cotrain teacher` prints"
-        )
+        raise WrongStates(f"{path} has states of shape {tuple(states.shape)}, not ({len(ids)}, {layers}, D)")
     if not bool(states.isfinite().all()):
-        raise ValueError(
-            f"{path} has states that are NaN or infinite: start the server with a wider dtype, such as --dtype bfloat16"
-        )
+        raise WrongStates(f"{path} has states that are NaN or infinite")
     return states
 
 
+def _await_whole(path: Path) -> None:
+    """Wait until the server has written a file. Raises OSError without its lock, or after LOCKED seconds."""
+    end = time.monotonic() + LOCKED
+    with open(f"{path}.lock") as lock:
+        while True:
+            try:
+                return fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.005)
+
+
 def discard(path: Path) -> None:
-    """Delete a file of states and its lock, if they are there, once the server has written it. path: of the states; the
-    lock is PATH.lock."""
-    with suppress(OSError), open(f"{path}.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-    path.unlink(missing_ok=True)
-    Path(f"{path}.lock").unlink(missing_ok=True)
+    """Delete a file of states and its lock once the server has written it. A path that such a server would not write is
+    left alone: it must end in .safetensors, lie in a folder of `folder_name`, and have a lock. Raises NoStates if the
+    file belongs to another user."""
+    lock = Path(f"{path}.lock")
+    if path.suffix != ".safetensors" or not path.parent.name.startswith(LAYERS) or not lock.is_file():
+        return
+    with suppress(OSError):
+        _await_whole(path)
+    try:
+        path.unlink(missing_ok=True)
+        lock.unlink(missing_ok=True)
+    except PermissionError as error:
+        raise NoStates(
+            f"{path} cannot be deleted: run server and training as one user, or make {path.parent} writable for both"
+        ) from error
 
 
-def _path(answer: str) -> str:
-    """Return the path in the answer to a request. Raises ValueError if there is none, since the server then writes no
-    states."""
+def _file(answer: str) -> Path | None:
+    """Return the path in the answer to a request, None if it has none."""
     sent = json.loads(answer).get("kv_transfer_params") or {}
-    if "hidden_states_path" not in sent:
-        raise ValueError("no hidden_states_path: start the server with the line that `cotrain teacher` prints")
-    return str(typed(sent["hidden_states_path"], str))
+    path = sent.get("hidden_states_path")
+    return None if path is None else Path(typed(path, str))
 
 
 def _logprobs(answer: str, ids: list[int]) -> list[float]:

@@ -26,7 +26,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
     stable = openai_client.stable_counters
     monkeypatch.setattr("cotrain.bench.servers.stable_counters", lambda client: stable(client, 0.0))
     plain, drafted = (FakeVLLM(network(1), tmp_path / name, [1]) for name in ("plain", "drafted"))
-    plain.pause, drafted.pause, drafted.drafts = 0.03, 0.01, True
+    plain.pause, drafted.pause, drafted.drafts = 0.05, 0.0, True
     with running(plain), running(drafted):
         yield plain, drafted
 
@@ -36,7 +36,7 @@ def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[Fake
     cells = measured(Client(plain.url), Client(drafted.url), PROMPTS, Sampling(), 4, [1, 2], (2.5, 3))
     assert [cell.concurrent for cell in cells] == [1, 2]
     for cell in cells:
-        assert 1.2 < cell.speedup.low <= cell.speedup.value < 3.5
+        assert 1 < cell.speedup.low <= cell.speedup.value
         assert cell.tau == 2 and cell.tokens == 16 and cell.plain < cell.drafted
     # each number begins with a batch that is not recorded
     assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2
@@ -55,14 +55,21 @@ def test_the_command_measures_on_prompts_of_the_draft(
     plain, drafted = pair
     target = target_folder(tmp_path / "target", layers=1)
     folder = draft_folder(tmp_path / "run" / "draft", target, "independent")
-    given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=3"]
+    given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=4"]
     given += ["bench.prompt_tokens=4", "bench.new_tokens=2", "concurrent=[2]"]
     assert main([*given, f"url={plain.url}"]) == 1
     assert "url=, url_draft=: set both" in capsys.readouterr().err
+    for wrong in (
+        f"url_draft={plain.url}",
+        f"url_draft={drafted.url} verify=token",
+        f"url_draft={drafted.url} concurrent=[3]",
+    ):
+        assert main([*given, f"url={plain.url}", *wrong.split()]) == 1
+    capsys.readouterr()
     assert main([*given, f"url={plain.url}", f"url_draft={drafted.url}"]) == 0
     assert "2 at once: " in capsys.readouterr().out
     (cell,) = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
-    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] is None and cell["tokens"] == 6
+    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] is None and cell["tokens"] == 8
 
 
 def test_what_held_out_texts_foretold_is_read_from_the_run(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import random
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,19 +12,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain.cli import main
 from cotrain.errors import UserError
+from cotrain.rollout.samplers import Remote
 from cotrain.students.base import student_class
-from cotrain.teacher import server_states
+from cotrain.teacher import servers
 from cotrain.teacher.server_states import agreement, asked_layers, final_norm, load_ends, served_elsewhere
-from cotrain.teacher.target_model import served
+from cotrain.teacher.servers import servers_at
+from cotrain.teacher.target_model import load_target, served
+from cotrain.training.distributed import Ahead
 from cotrain.training.preconditions import RunOutline
 from cotrain.training.preflight import estimate_need
+from inference import Sampling
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of
+from inference.models.pretrained import auto_class, head_of, layers_of
+from inference.servers import hidden_states
 from tests.fake_vllm import FakeVLLM, running
 from tests.folders import VOCABULARY, network, target_folder, tokenizer
 from tests.inference import test_families as families
@@ -40,9 +46,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM]:
-    """It gives the states of layer 1, and those before the norm."""
-    monkeypatch.setattr(server_states, "PAUSE", 0.01)
-    with running(FakeVLLM(network(3), tmp_path, [1, 3])) as fake:
+    """It gives the states of layers 1 and 2, and those before the norm."""
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    monkeypatch.setattr(servers, "DOWN", 0.02)
+    monkeypatch.setattr(servers, "PATIENCE", 20.0)
+    servers.CLOSED.clear()
+    with running(FakeVLLM(network(3), tmp_path, [1, 2, 3])) as fake:
         yield fake
 
 
@@ -50,17 +59,20 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM
 def test_states_and_logits_are_those_of_a_target_in_the_process(
     places: torch.Tensor | None, folder: Path, server: FakeVLLM
 ) -> None:
-    read, head = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1])
-    here, head_here = served(AutoModelForCausalLM.from_pretrained(folder), VOCABULARY, [1])
+    read, head = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    here, head_here = served(AutoModelForCausalLM.from_pretrained(folder), VOCABULARY, [1, 2])
     with torch.no_grad():
         wanted = here(IDS, places)
     found = read(IDS, places)
-    assert found.keys() == wanted.keys() == {LAST, 1}
+    assert found.keys() == wanted.keys() == {LAST, 1, 2}
     for layer, states in wanted.items():
         torch.testing.assert_close(found[layer], states, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(head(found[LAST]), head_here(wanted[LAST]), rtol=1e-3, atol=1e-3)
-    assert len(server.asked) == (2 if places is None else 3) and not list(server.folder.iterdir())
+    texts = (
+        [[5, 9, 250, 17, 0, 3], [1, 2, 3, 4, 5, 6]] if places is None else [[5, 9, 250], [17, 0, 3], [1, 2, 3, 4, 5, 6]]
+    )
+    assert sorted(server.asked) == sorted(texts) and not list(server.folder.iterdir())
 
 
 def test_only_embeddings_norm_and_head_are_loaded(folder: Path) -> None:
@@ -68,7 +80,7 @@ def test_only_embeddings_norm_and_head_are_loaded(folder: Path) -> None:
     assert {name for name, _ in ends.named_parameters()} == {"model.embed_tokens.weight", "model.norm.weight"}
     assert ends.config.num_hidden_layers == 3 and ends.config.to_dict() == whole.config.to_dict()
     assert ends.generation_config.eos_token_id == whole.generation_config.eos_token_id
-    with pytest.raises(UserError, match="the target's layers are on the server"):
+    with pytest.raises(UserError, match="the target's layers run on the server"):
         ends(IDS)
 
 
@@ -86,10 +98,11 @@ def test_the_norm_and_head_of_families(family: str, settings: dict[str, Any], tm
     config = getattr(transformers, f"{family}Config")(**settings)
     whole: Any = auto_class(config).from_config(config).eval()
     with torch.no_grad():
-        whole.base_model.norm.weight.normal_()
+        for weight in final_norm(whole).parameters():  # type: ignore[union-attr,attr-defined]
+            weight.normal_()
     whole.save_pretrained(tmp_path)
     before: list[torch.Tensor] = []
-    whole.base_model.norm.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0]))
+    final_norm(whole).register_forward_pre_hook(lambda _, inputs: before.append(inputs[0]))  # type: ignore[attr-defined]
     ids = torch.arange(8)[None]
     ends = load_ends(str(tmp_path))
     with torch.no_grad():
@@ -97,6 +110,7 @@ def test_the_norm_and_head_of_families(family: str, settings: dict[str, Any], tm
         torch.testing.assert_close(head_of(ends)(final_norm(ends)(before[0])), wanted)
         torch.testing.assert_close(ends.get_input_embeddings()(ids), whole.get_input_embeddings()(ids))
     assert ends.config.to_dict() == AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert asked_layers(ends, [LAST]) == [layers_of(whole.config)]
 
 
 FAULTS = ["unwell", "other text", "cut", "NaN", "lost", "half", "late"]
@@ -104,7 +118,7 @@ FAULTS = ["unwell", "other text", "cut", "NaN", "lost", "half", "late"]
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_after_a_fault_the_states_are_the_same(fault: str, folder: Path, server: FakeVLLM) -> None:
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1])
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
     wanted = read(IDS)
     server.faults = [fault, fault]
     found = read(IDS)
@@ -113,8 +127,8 @@ def test_after_a_fault_the_states_are_the_same(fault: str, folder: Path, server:
 
 
 def test_one_of_two_servers_goes_on_alone(folder: Path, server: FakeVLLM, tmp_path: Path) -> None:
-    with running(FakeVLLM(network(3), tmp_path / "other", [1, 3])) as other:
-        read, _ = served_elsewhere([server.url, other.url], load_ends(str(folder)), VOCABULARY, [1])
+    with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
+        read, _ = served_elsewhere([server.url, other.url], load_ends(str(folder)), VOCABULARY, [1, 2])
         both = read(IDS.repeat(4, 1))
         assert len(server.asked) == len(other.asked) == 4
     left = read(IDS.repeat(4, 1))
@@ -122,7 +136,7 @@ def test_one_of_two_servers_goes_on_alone(folder: Path, server: FakeVLLM, tmp_pa
 
 
 def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1])
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
     server.faults = ["rejected"]
     with pytest.raises(UserError, match=r"teacher.url: .* answered 400: .*the prompt is too long"):
         read(IDS[:1])
@@ -131,9 +145,9 @@ def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch:
     with pytest.raises(UserError, match="the states of another text"):
         read(IDS[:1])
     others, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2])
-    with pytest.raises(UserError, match="layers_1_3, but this run reads those of layers_2_3: start the server"):
+    with pytest.raises(UserError, match="layers_1_2_3, but this run reads those of layers_2_3: start the server"):
         others(IDS[:1])
-    monkeypatch.setattr(server_states, "PATIENCE", 0.05)
+    monkeypatch.setattr(servers, "PATIENCE", 0.05)
     server.faults = ["unwell"] * 1000
     with pytest.raises(UserError, match="answered 503.*start the same command again to resume"):
         read(IDS[:1])
@@ -141,7 +155,7 @@ def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch:
 
 def test_the_servers_own_probabilities_are_compared(folder: Path, server: FakeVLLM) -> None:
     ends = load_ends(str(folder))
-    read, head = served_elsewhere([server.url], ends, VOCABULARY, [1])
+    read, head = served_elsewhere([server.url], ends, VOCABULARY, [1, 2])
     assert "of 10 tokens" in (line := agreement(read, head, IDS.tolist())) and "e-0" in line
     with torch.no_grad():
         final_norm(ends).weight.mul_(2)  # type: ignore[union-attr,operator]
@@ -203,12 +217,107 @@ def test_what_needs_the_layers_here_is_refused_by_name(
     assert f"{NEEDS[setting]}: it needs the target's layers in this process" in capsys.readouterr().err
 
 
+def test_padding_is_not_sent(folder: Path, server: FakeVLLM) -> None:
+    """But one zero, which may be the token that ends the text."""
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    found = read(torch.tensor([[5, 9, 0, 0, 0], [7, 8, 9, 1, 2]]))
+    assert sorted(server.asked) == [[5, 9, 0], [7, 8, 9, 1, 2]]
+    assert not found[1][0, 3:].any() and found[1][0, 2].any() and found[LAST].shape == (2, 5, 64)
+
+
+def test_logits_are_of_ids_that_can_have_mass(folder: Path, server: FakeVLLM) -> None:
+    _, head = served_elsewhere([server.url], load_ends(str(folder)), 200, [1, 2])
+    assert head(torch.zeros(3, 64)).shape == (3, 200)
+
+
+def test_the_parts_here_have_the_dtype_of_a_whole_target(folder: Path, tmp_path: Path) -> None:
+    """In half precision, which a CPU may emulate."""
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert load_ends(str(tmp_path)).dtype == load_target(str(tmp_path)).dtype
+
+
+def test_a_server_that_hangs_leaves_the_others_their_time(
+    folder: Path, server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "TIMEOUT", 0.3)
+    with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
+        other.faults = ["hangs"] * 20
+        read, _ = served_elsewhere([other.url, server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+        read(IDS)
+    assert len(server.asked) >= 2
+
+
+def test_a_lock_that_is_never_released_is_given_up(
+    folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hidden_states, "LOCKED", 0.05)
+    server.faults = ["locked"]
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    assert read(IDS[:1])[LAST].any() and len(server.asked) == 2
+
+
+def test_texts_are_sampled_by_all_servers_and_leave_no_files(folder: Path, server: FakeVLLM, tmp_path: Path) -> None:
+    prompts = [[5, n] for n in range(9)]
+    with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
+        both = servers_at([server.url, other.url], (), 4)
+        found = Remote(both, tokenizer(), both.rows, frozenset({0}))(prompts, Sampling(0), 3, 1, list(range(9)))
+        assert len(server.asked) and len(other.asked) and len(server.asked) + len(other.asked) == 9
+        one = Remote(servers_at([server.url], (), 4), tokenizer(), 4, frozenset({0}))
+        assert found == one(prompts, Sampling(0), 3, 1, list(range(9))) and len({*map(tuple, found)}) > 3
+        assert not list(server.folder.iterdir()) and not list(other.folder.iterdir())
+        server.faults = ["unwell"] * 3  # states alone; a text goes to the other server
+    assert found == Remote(both, tokenizer(), 4, frozenset({0}))(prompts, Sampling(0), 3, 1, list(range(9)))
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "layers_1/thesis.txt", "layers_1/no_lock.safetensors", "a.safetensors"])
+def test_a_server_cannot_delete_what_it_did_not_write(name: str, tmp_path: Path) -> None:
+    (tmp_path / "layers_1").mkdir()
+    (tmp_path / name).write_text("mine")
+    if "no_lock" not in name:
+        (tmp_path / f"{name}.lock").write_text("")
+    hidden_states.discard(tmp_path / name)
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_texts_are_kept_when_the_servers_address_changes(folder: Path, tmp_path: Path) -> None:
+    """And states of a target with other layers are not those in a cache."""
+    target = network(3)
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(120)))
+    given = f"""train target.path={folder} draft=medusa init=scratch measure=false trainer.corpus_steps=0
+    trainer.batch=2 trainer.validations=1 rollout.texts=3 rollout.held_out_texts=2 rollout.new_tokens=6
+    data.path={tmp_path / "own.jsonl"} rollout.temperatures=[1.0] output={tmp_path / "run"}
+    trainer.cache={tmp_path / "cache"}""".split()
+    kept = set[bytes]()
+    for number, steps in ((0, 1), (1, 2)):
+        with running(FakeVLLM(target, tmp_path / str(number), [3])) as fake:
+            assert main([*given, f"teacher.url={fake.url}", f"trainer.steps={steps}"]) == 0
+            kept.add((tmp_path / "run" / "rollouts" / "train_T1.parquet").read_bytes())
+    assert len(kept) == 1
+    other = shutil.copytree(folder, tmp_path / "target")
+    network(3, seed=1).save_pretrained(tmp_path / "layers")
+    weights = load_file(other / "model.safetensors")
+    changed = load_file(tmp_path / "layers" / "model.safetensors")
+    weights |= {name: value for name, value in changed.items() if ".layers." in name}
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    again = [f"target.path={other}" if word.startswith("target.path") else word for word in given]
+    again = [f"output={tmp_path / 'two'}" if word.startswith("output") else word for word in again]
+    with running(FakeVLLM(target, tmp_path / "third", [3])) as fake:
+        assert main([*again, f"teacher.url={fake.url}", "trainer.steps=1"]) == 1  # trainer.cache is of another target
+
+
+def test_the_last_batch_is_learnt_too() -> None:
+    begun: list[dict[str, Any]] = []
+    batches = [{"n": n} for n in range(3)]
+    seen = [(batch["n"], len(begun)) for batch in Ahead(batches, begun.append)]
+    assert seen == [(0, 2), (1, 3), (2, 3)] and begun == batches
+
+
 def test_a_server_that_does_not_answer_is_named(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["draft=eagle", "init=scratch", "measure=false", f"output={tmp_path / 'run'}"]
+    given = ["draft=medusa", "init=scratch", "measure=false", f"output={tmp_path / 'run'}"]
     assert main(["train", f"target.path={folder}", "teacher.url=http://127.0.0.1:9", *given]) == 1
-    assert "teacher.url=http://127.0.0.1:9: no OpenAI-compatible server answers there" in capsys.readouterr().err
+    assert "teacher.url: http://127.0.0.1:9/v1/models does not answer" in capsys.readouterr().err
 
 
 def test_the_command_names_the_layers_that_the_draft_reads(
@@ -244,12 +353,13 @@ def test_what_cannot_serve_is_refused(
 
 
 def test_a_check_counts_what_is_here_and_what_comes_from_servers(
-    folder: Path, tmp_path: Path, server: FakeVLLM, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A target that does not fit into memory does not stop the run, and is not timed."""
-    given = f"""train target.path={folder} draft=medusa init=scratch measure=false check=true teacher.url={server.url}
-    rollout.texts=8 rollout.new_tokens=16 output={tmp_path / "run"}""".split()
-    assert main(given) == 0
+    given = f"""train target.path={folder} draft=medusa init=scratch measure=false check=true rollout.texts=8
+    rollout.new_tokens=16 output={tmp_path / "run"}""".split()
+    with running(FakeVLLM(network(3), tmp_path, [3])) as fake:
+        assert main([*given, f"teacher.url={fake.url}"]) == 0
     said = capsys.readouterr().out
     assert "states of 0 KiB a token" in said and "duration      not estimated" in said  # 64 numbers of 16 bits
 
