@@ -163,12 +163,13 @@ class PromptReader:
         ignore_eos: bool,
     ) -> list[Request]:
         """Return one request per prompt. limits: the largest number of new tokens, one value or one per prompt;
-        shortened to the target's context. sampling: one setting, or one per prompt. ids: for each prompt, the key of
-        its random numbers; None for hashes of the prompts. ignore_eos: whether the target's end tokens do not end a
-        row.
+        shortened to the target's context. sampling: one setting, or one per prompt. ids: one key of random numbers per
+        prompt, from -2**63 to 2**63 - 1; None to hash the prompts. ignore_eos: True to continue past the target's end
+        tokens.
 
-        Raises ValueError if a prompt has another type, is empty or fills the context; if ids in a prompt or in the
-        settings lie outside the vocabulary; or if a list does not have one entry per prompt.
+        Raises ValueError for a prompt or source that is empty, too long or of a wrong type or shape; for token ids
+        outside the vocabulary; for wrong limits, settings or keys; for stop strings without a tokenizer; or if a list
+        does not have one entry per prompt.
         """
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))

@@ -268,7 +268,8 @@ class DecodingRound:
 
     def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
         """Return the ids of children (A, n, m) of n nodes of a tree, and the distributions (A, n, m, V) that they were
-        drawn from (NaN for a node without a distribution).
+        drawn from, NaN where the logits allow no token. Each node gets m children; the caller ignores those that the
+        tree does not have.
 
         logits (A, n, V): after the nodes. x (A, M): ids drafted so far. siblings: names the n nodes; m is its `most`.
         Children are sampled without replacement, in the order of verification. Rows of temperature 0, or all rows if

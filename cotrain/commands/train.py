@@ -34,8 +34,10 @@ def run(cfg: TrainConfig) -> float | None:
     """Distil into `output` and print the table of the report. A finished run is not repeated: only its table is
     printed. With check=true, only print what the run needs.
 
-    Returns the tau on held-out texts after the last step, in the regime, at policy.k. Returns None with check=true, and
-    in all processes except the first. Raises UserError if the run cannot be started or resumed.
+    Returns the tau of the last step, which may not be the exported checkpoint: predicted on held-out texts, at policy.k
+    and the sampling settings of `regime`. For a draft that is not trained, returns the measured tau, NaN if it was not
+    measured. Returns None with check=true, and in all processes except the first. Raises UserError if the run cannot be
+    started or resumed.
     """
     _go_on(cfg)
     settings = cfg.model_dump()

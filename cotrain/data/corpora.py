@@ -75,7 +75,9 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
     """
     sources = {"code": _code, "prose": _prose, "records": _records}
     if domain not in sources:
-        raise ValueError(f"data.bytes: there is no embedded corpus {domain!r}: use only {', '.join(DOMAINS)}")
+        raise ValueError(
+            f"data.bytes, data.held_out_bytes: there is no embedded corpus {domain!r}: use only {', '.join(DOMAINS)}"
+        )
     if split not in ("train", "held_out"):
         raise ValueError(f"split: {split!r} is neither 'train' nor 'held_out'")
     documents, seen, size = [], set(), 0
@@ -90,8 +92,8 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
             break
     if not documents:
         raise ValueError(
-            f"data.bytes: the corpus {domain!r} has no text of the split {split!r} on this machine: leave it out of "
-            "data.bytes= and data.held_out_bytes=, or give texts with data.path="
+            f"data.bytes, data.held_out_bytes: the corpus {domain!r} has no text of the split {split!r} on this "
+            "machine: leave it out of both, or give texts with data.path="
         )
     return documents
 

@@ -314,8 +314,8 @@ def _counted(columns: Mapping[str, int], rows: int) -> str:
 
 
 def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
-    """Return the rows. If some are prompts and others are texts, return only the prompts, and add the texts to
-    `skipped`, in place."""
+    """Return the rows if all are texts or none is. Otherwise return only the prompts and conversations, and add each
+    text to `skipped`, in place."""
     rows = list(rows)
     if all(row.text for row in rows):
         return rows

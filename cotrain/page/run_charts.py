@@ -162,7 +162,9 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
 
 
 def _arms(run: LoadedRun) -> list[list[object]]:
-    """Return one table row for each engine that was timed in each cell of the matrix."""
+    """Return one table row for each temperature, number of rows and engine that were timed. Columns, as text: title,
+    tokens per second, speed-up over plain decoding, tau, speed-up without prefill as a share of the allowed one, and
+    the hardware's least time for a round (plain decoding: a step) as a share of the measured time."""
     rows: list[list[object]] = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
@@ -179,8 +181,8 @@ def _arms(run: LoadedRun) -> list[list[object]]:
 
 
 def phases(run: LoadedRun) -> list[Series]:
-    """Return one bar series per phase: the mean milliseconds of a round, for each engine. Return [] if phases were not
-    timed."""
+    """Return one bar series per phase of a round (`PHASES`): for each engine, the mean milliseconds of this phase per
+    round. Return [] if phases were not timed."""
     base = ("report", "arms")
     arms = {name: (*base, name) for name in run.get(*base) or {} if run.get(*base, name, "phases")}
     series = []

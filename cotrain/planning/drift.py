@@ -140,6 +140,8 @@ def served_counters(log: Path) -> Served:
         raise UserError(f"log={log}: it has no counter {error}: {COUNTERS}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"log={log}: it begins like JSON but is not valid JSON ({error}): {COUNTERS}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"log={log}: it is not UTF-8 text: {COUNTERS}") from error
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"log={log}: {error}") from error
     if counters is None or not counters.by_depth:

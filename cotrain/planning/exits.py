@@ -149,8 +149,9 @@ def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan
 def read_states(
     texts: Emitted, target: PreTrainedModel, vocabulary: int, layers: Sequence[int]
 ) -> tuple[list[TextStates], Head]:
-    """Return each text with its states, and the target's head, states (n, D) -> logits (n, V). texts: of the target.
-    vocabulary: V. layers: after how many decoder layers states are read."""
+    """Return the states that predict each new token, one entry per text, and the target's head, states (n, D) -> logits
+    (n, V). texts: prompts and new tokens of the target. vocabulary: V. layers: the numbers of decoder layers after
+    which states are read; LAST is always included."""
     reader, head = served(target, vocabulary, layers)
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):

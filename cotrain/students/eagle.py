@@ -101,8 +101,8 @@ class EagleStudent(Student):
 
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the entries of the network's config that only this kind has. An entry is None if its setting is null.
-        Raises ValueError, which names the wrong key."""
+        """Return the entries of the network's config that only this kind has. An entry is None if its setting is
+        null."""
         return {}
 
     @classmethod
@@ -228,9 +228,9 @@ class EagleRounds:
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
     def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return two tensors for a depth (0-based). The first has the flat positions b * T + t of its guesses, (N,).
-        The second has the indices (N,) of the rounds that make them, among the B * (T-1-depth) rounds that have room
-        for this depth; None if all of these do. With packed texts, a round makes a guess only in its own text."""
+        """Return the guesses at depth j (0-based), as two CPU tensors. First (N,): flat positions b * T + t, t = m + 1
+        + j; the guess there predicts token t + 1. Second (N,): the round of each guess, as index b * (T-1-j) + m; None
+        unless texts are packed: then all these rounds guess. In packed texts, a round guesses only in its own text."""
         T = self.text.shape[1]
         at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
         inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None

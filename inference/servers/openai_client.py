@@ -160,11 +160,12 @@ class Client:
         like_vllm = self.owner in LIKE_VLLM
         refuse(sampling, *UNTRANSLATED, *(() if like_vllm else LIKE_VLLM_ONLY))
         biases = {str(token): bias for token, bias in (sampling.logit_bias or {}).items()}
-        if any(abs(bias) > LARGEST_BIAS for bias in biases.values()):
-            raise ValueError(
-                f"Sampling.logit_bias must be from -{LARGEST_BIAS:g} to {LARGEST_BIAS:g}, since servers clip it, not "
-                f"{biases}"
-            )
+        for token, bias in biases.items():
+            if abs(bias) > LARGEST_BIAS:
+                raise ValueError(
+                    f"Sampling.logit_bias: token {token} has the bias {bias}; servers clip biases to -{LARGEST_BIAS:g} "
+                    f"... {LARGEST_BIAS:g}: use values in this range"
+                )
         if self.owner == "vllm" and sampling.min_p and sampling.top_p < 1:
             raise ValueError(
                 f"Sampling.min_p={sampling.min_p}, top_p={sampling.top_p}: vLLM applies min_p before top_p; set "

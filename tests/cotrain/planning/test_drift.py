@@ -159,6 +159,7 @@ SAVE = "save the page of a vLLM server, as with `curl .*, or JSON with rounds"
         ('{"rounds": 1}\n{"rounds": 2}\n', SAVE),
         ('{"loss": 1}', SAVE),
         ("a,b\n1,2\n", SAVE),
+        ("\xff", f"not UTF-8 text: {SAVE}"),
         ("vllm:spec_decode_num_drafts_total NaN\n", "log="),
         ("vllm:spec_decode_num_drafts 1e999\n", "log="),
         ("vllm:spec_decode_num_drafts_total 3\n", "log="),
@@ -172,7 +173,7 @@ SAVE = "save the page of a vLLM server, as with `curl .*, or JSON with rounds"
     ],
 )
 def test_a_file_of_something_else_is_told_what_to_save(content: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(content)
+    (tmp_path / "log").write_text(content, encoding="latin-1")
     with pytest.raises(UserError, match=says) as raised:
         served_counters(tmp_path / "log")
     assert "log" in str(raised.value)

