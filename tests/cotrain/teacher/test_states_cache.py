@@ -45,7 +45,9 @@ def test_texts_on_disk_are_not_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", MAKER)
 def test_states_of_another_target_raise(tmp_path: Path, key: str) -> None:
     DiskCache(Reads(), tmp_path, MAKER)(IDS)
-    with pytest.raises(ValueError, match=f"trainer.cache=.*another target .differences: {key}.: set trainer.cache= to another folder"):
+    with pytest.raises(
+        ValueError, match=f"trainer.cache=.*another target .differences: {key}.: set trainer.cache= to another folder"
+    ):
         DiskCache(Reads(), tmp_path, MAKER | {key: "other"})
 
 
