@@ -93,7 +93,7 @@ def weight_files(path: Path, name: str = WEIGHTS) -> list[Path]:
     if not (path / name).is_file() and index.is_file():
         names = sorted(set(read_json(index).get("weight_map", {}).values()))
         if not names or any(part != Path(part).name for part in names):
-            raise ValueError(f"{index}: weight_map must name files of this folder, not {names}: copy the folder again")
+            raise ValueError(f"{index}: weight_map must name files of this folder, not {names}")
         files = [path / part for part in names]
     else:
         files = [path / name]
@@ -124,7 +124,7 @@ def _whole(file: Path) -> None:
             raise ValueError(
                 f"{pickled[0]} is pickled, and weights are read from safetensors only: save them as {file.name}"
             )
-        raise FileNotFoundError(f"{file.parent}: {file.name} is missing: copy the folder again, or give another")
+        raise FileNotFoundError(f"{file.parent}: {file.name} is missing")
     try:
         with safe_open(file, "pt"):
             pass
