@@ -371,7 +371,7 @@ def read(folder: str | Path) -> Folder:
     """
     path = Path(folder)
     if not path.is_dir():
-        raise FileNotFoundError(f"there is no folder {path}: give the path of a draft folder")
+        raise FileNotFoundError(f"there is no folder {path}")
     if not (path / CONFIG).is_file():
         inner = f"; its draft is {path / 'draft'}" if (path / "draft" / CONFIG).is_file() else ""
         raise FileNotFoundError(

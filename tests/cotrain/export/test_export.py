@@ -467,6 +467,4 @@ def test_check_lists_every_problem(folder: Path) -> None:
     assert len(folder_problems(folder)) == 3
     tied(200).save_pretrained(folder)
     assert any("vocab_size 200 is below the tokenizer's" in problem for problem in folder_problems(folder))
-    assert folder_problems(folder / "none") == [
-        f"there is no folder {folder / 'none'}: give the path of a draft folder"
-    ]
+    assert folder_problems(folder / "none") == [f"there is no folder {folder / 'none'}"]
