@@ -1,0 +1,20 @@
+"""Planted bugs of a target that runs on servers."""
+
+# fmt: off
+STATES = 'tests/cotrain/teacher/test_server_states.py::'
+ROWS_OF_BUGS = [
+    ('layers_of_a_server_in_another_order', 'cotrain/teacher/server_states.py', 'ServerReader.__init__', 'sorted({*layers} - {LAST})', 'sorted({*layers} - {LAST}, reverse=True)', [STATES + 'test_states_and_logits_are_those_of_a_target_in_the_process'], 'a draft learns from the states of other layers'),
+    ('the_norm_is_left_out', 'cotrain/teacher/server_states.py', 'ServerReader.__call__', 'self.norm(read[:, :, -1])', 'read[:, :, -1]', [STATES + 'test_states_and_logits_are_those_of_a_target_in_the_process'], 'p is another'),
+    ('packed_texts_are_one_request', 'cotrain/teacher/server_states.py', '_texts', 'if places else [0]', 'if False else [0]', [STATES + 'test_states_and_logits_are_those_of_a_target_in_the_process'], 'a text sees the one before it'),
+    ('a_servers_logits_of_padded_rows', 'cotrain/teacher/server_states.py', 'served_elsewhere', '[..., :vocabulary]', '', [STATES + 'test_logits_are_of_ids_that_can_have_mass'], 'ids without a token have mass'),
+    ('the_parts_here_are_emulated', 'cotrain/teacher/server_states.py', 'load_ends', 'if dtype == "auto":', 'if False:', [STATES + 'test_the_parts_here_have_the_dtype_of_a_whole_target'], 'p is rounded otherwise than by a target in the process'),
+    ('one_server_is_asked_always', 'cotrain/teacher/servers.py', 'Servers._next', '(first + i)', 'i', [STATES + 'test_texts_are_sampled_by_all_servers_and_leave_no_files'], 'the second server idles'),
+    ('a_failed_server_is_asked_again_at_once', 'cotrain/teacher/servers.py', 'Servers.call', 'self.well_at[number] = time.monotonic() + DOWN', 'pass', [STATES + 'test_a_server_that_hangs_leaves_the_others_their_time'], 'a server that hangs uses up the time of the others'),
+    ('files_of_sampled_texts_stay', 'inference/servers/hidden_states.py', 'StatesClient._read', 'if body and (file', 'if False and (file', [STATES + 'test_texts_are_sampled_by_all_servers_and_leave_no_files'], 'a disk fills'),
+    ('a_server_deletes_any_file', 'inference/servers/hidden_states.py', 'discard', 'path.suffix != ".safetensors" or', '', [STATES + 'test_a_server_cannot_delete_what_it_did_not_write'], "a server deletes the user's files"),
+    ('states_before_they_are_whole', 'inference/servers/hidden_states.py', '_await_whole', 'fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)', 'None', [STATES + 'test_after_a_fault_the_states_are_the_same'], 'half of a file is read'),
+    ('states_of_another_text', 'inference/servers/hidden_states.py', 'read_states', 'of_ids != ids', 'len(of_ids) != len(ids)', [STATES + 'test_after_a_fault_the_states_are_the_same'], 'a draft learns from the states of another text'),
+    ('a_cache_serves_another_body', 'cotrain/training/job.py', 'Job.identity', 'if self.cfg.teacher.urls else {}', 'if False else {}', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'states of one target teach the draft of another'),
+    ('texts_belong_to_an_address', 'cotrain/training/job.py', 'sampled_texts', 'TEACHER if _teachers(cfg)', 'cfg.teacher.url if _teachers(cfg)', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'a resumed run learns from other texts'),
+    ('the_last_batch_is_read_and_not_learnt', 'cotrain/training/distributed.py', 'Ahead.__iter__', 'if earlier is not None:\n            yield earlier', 'if False:\n            yield earlier', [STATES + 'test_the_last_batch_is_learnt_too'], 'texts are not learnt'),
+]
