@@ -30,6 +30,7 @@ class FakeVLLM:
         self.numbers, self.lock, self.url = count(), threading.Lock(), ""
         self.rounds = self.accepted = 0  # of a draft, two drafts a round; a server without one shows none
         self.drafts = False
+        self.sampled = 0  # requests of texts
         self.pause = 0.0  # seconds for each new token
         self.folder.mkdir(parents=True)
 
@@ -40,6 +41,7 @@ class FakeVLLM:
         with self.lock:
             fault = self.faults.pop(0) if self.faults and request["max_tokens"] == 1 else None
             self.asked.append(ids)
+            self.sampled += request["max_tokens"] > 1
             new = list[int]()
             for _ in range(request["max_tokens"]):
                 new.append(int(self.model(torch.tensor([ids + new])).logits[0, -1].argmax()))

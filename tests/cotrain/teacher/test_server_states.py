@@ -240,11 +240,12 @@ def test_a_server_that_hangs_leaves_the_others_their_time(
     folder: Path, server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(servers, "TIMEOUT", 0.3)
+    monkeypatch.setattr(servers, "DOWN", 20.0)
     with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
         other.faults = ["hangs"] * 20
         read, _ = served_elsewhere([other.url, server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
-        read(IDS)
-    assert len(server.asked) >= 2
+        read(IDS.repeat(8, 1))
+    assert len(server.asked) == 16 and len(other.asked) <= 8
 
 
 def test_a_lock_that_is_never_released_is_given_up(
@@ -287,12 +288,13 @@ def test_texts_are_kept_when_the_servers_address_changes(folder: Path, tmp_path:
     trainer.batch=2 trainer.validations=1 rollout.texts=3 rollout.held_out_texts=2 rollout.new_tokens=6
     data.path={tmp_path / "own.jsonl"} rollout.temperatures=[1.0] output={tmp_path / "run"}
     trainer.cache={tmp_path / "cache"}""".split()
-    kept = set[bytes]()
+    kept, sampled = set[bytes](), list[int]()
     for number, steps in ((0, 1), (1, 2)):
         with running(FakeVLLM(target, tmp_path / str(number), [3])) as fake:
             assert main([*given, f"teacher.url={fake.url}", f"trainer.steps={steps}"]) == 0
+            sampled.append(fake.sampled)
             kept.add((tmp_path / "run" / "rollouts" / "train_T1.parquet").read_bytes())
-    assert len(kept) == 1
+    assert len(kept) == 1 and sampled[0] > 0 == sampled[1]
     other = shutil.copytree(folder, tmp_path / "target")
     network(3, seed=1).save_pretrained(tmp_path / "layers")
     weights = load_file(other / "model.safetensors")
