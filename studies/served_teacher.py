@@ -33,6 +33,7 @@ from cotrain.config.settings import TeacherConfig
 from cotrain.rollout.training_texts import read_rows
 from cotrain.students.base import student_class
 from cotrain.teacher.server_states import load_ends, served_elsewhere
+from cotrain.teacher.servers import open_servers
 from cotrain.teacher.target_model import load_target, served
 from cotrain.training import job
 from cotrain.training.job import Job
@@ -188,7 +189,8 @@ def main() -> None:
                 one = trained(folder / kind, folder / "texts", *common, f"teacher.url={url}")
                 rows = read_rows(folder / "texts" / "train_T1")
                 texts = [[*row["prompt"], *row["completion"]] for row in rows][: asked.texts]
-                states = compared(url, asked.target, kind, texts)
+                with open_servers():  # a training closes them at its end
+                    states = compared(url, asked.target, kind, texts)
             two = trained(folder / f"{kind} here", folder / "texts", *common)
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)
