@@ -95,10 +95,8 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the target's fingerprint. It is saved with the target's texts and states. Of a target on servers it
-        also has a hash of the files, since the weights in this process lack the layers."""
-        files = {"files": hash_weights(str(self.cfg.target.path))} if self.cfg.teacher.urls else {}
-        return identity(self.target, self.tokenizer) | files
+        """Return the target's fingerprint. It is saved with the target's texts and states."""
+        return identity_of(self.cfg, self.target, self.tokenizer)
 
     @cached_property
     def read(self) -> Reader:
@@ -258,6 +256,15 @@ def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
+def identity_of(
+    cfg: TrainConfig | RolloutConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Return the target's fingerprint. Of a target on servers it also has a hash of the files, since the weights in
+    this process lack the layers."""
+    files = {"files": hash_weights(str(cfg.target.path))} if _teachers(cfg) else {}
+    return identity(target, tokenizer) | files
+
+
 def _teachers(cfg: TrainConfig | RolloutConfig) -> list[str]:
     return cfg.teacher.urls if isinstance(cfg, TrainConfig) else []
 
@@ -307,7 +314,7 @@ def sample_prompts(
     own = SelfPrompts(
         template_of(cfg, target, tokenizer),
         folder,
-        identity(target, tokenizer),
+        identity_of(cfg, target, tokenizer),
         needed(ask.texts, ask.held_out_texts, timed),
         ask.seed,
         min(LONGEST, length_of(target.config.get_text_config()) // 2),

@@ -14,7 +14,7 @@ ROWS_OF_BUGS = [
     ('a_server_deletes_any_file', 'inference/servers/hidden_states.py', 'discard', 'path.suffix != ".safetensors" or', '', [STATES + 'test_a_server_cannot_delete_what_it_did_not_write'], "a server deletes the user's files"),
     ('states_before_they_are_whole', 'inference/servers/hidden_states.py', '_await_whole', 'fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)', 'None', [STATES + 'test_after_a_fault_the_states_are_the_same'], 'half of a file is read'),
     ('states_of_another_text', 'inference/servers/hidden_states.py', 'read_states', 'of_ids != ids', 'len(of_ids) != len(ids)', [STATES + 'test_after_a_fault_the_states_are_the_same'], 'a draft learns from the states of another text'),
-    ('a_cache_serves_another_body', 'cotrain/training/job.py', 'Job.identity', 'if self.cfg.teacher.urls else {}', 'if False else {}', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'states of one target teach the draft of another'),
+    ('a_cache_serves_another_body', 'cotrain/training/job.py', 'identity_of', 'if _teachers(cfg) else {}', 'if False else {}', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'states of one target teach the draft of another'),
     ('texts_belong_to_an_address', 'cotrain/training/job.py', 'sampled_texts', 'TEACHER if _teachers(cfg)', 'cfg.teacher.url if _teachers(cfg)', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'a resumed run learns from other texts'),
     ('the_last_batch_is_read_and_not_learnt', 'cotrain/training/distributed.py', 'Ahead.__iter__', 'if earlier is not None:\n            yield earlier', 'if False:\n            yield earlier', [STATES + 'test_the_last_batch_is_learnt_too'], 'texts are not learnt'),
 ]
