@@ -11,8 +11,7 @@ import torch
 from cotrain.config.settings import TeacherConfig
 from cotrain.errors import UserError, user_errors
 from cotrain.students.base import student_class
-from cotrain.teacher.server_states import asked_layers
-from cotrain.training.preconditions import TAUGHT, ids_of, outline
+from cotrain.training.preconditions import TAUGHT, outline, served_layers
 from inference.drafts.bundled_target import resolve
 from inference.models.pretrained import length_of
 from inference.servers import hidden_states
@@ -53,7 +52,7 @@ def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
     target, tokenizer = outline(str(cfg.target.path), cfg.target.trust_remote_code)
     with torch.device("meta"):
         network = student_class(cfg.draft.kind).initial(cfg.draft, cfg.init, target)
-    layers = asked_layers(target, student_class(cfg.draft.kind)(network, target, ids_of(tokenizer)).reads)
+    layers = served_layers(cfg.draft.kind, network, target, tokenizer)
     cpu, model = not cfg.gpus, resolve(str(cfg.target.path))
     python = cfg.python or "python"
     command = [python, str(SERVE)] if cpu else ["vllm", "serve"] if not cfg.python else [python, "-m", "vllm", "serve"]

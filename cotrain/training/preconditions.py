@@ -343,8 +343,13 @@ def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokeniz
     """Raise UserError unless each server of teacher.url= gives the states that the draft reads, for a short text."""
     if cfg.teacher.urls:
         final_norm(target)
-        reads = student_class(cfg.draft.kind)(draft, target, ids_of(tokenizer)).reads
-        require_states(cfg.teacher.urls, asked_layers(target, reads))
+        require_states(cfg.teacher.urls, served_layers(cfg.draft.kind, draft, target, tokenizer))
+
+
+def served_layers(kind: str, draft: PreTrainedModel, target: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
+    """Return the layers that a server must write for a draft of this kind, see `asked_layers`. draft, target: may be
+    without storage."""
+    return asked_layers(target, student_class(kind)(draft, target, ids_of(tokenizer)).reads)
 
 
 def server(key: str, url: str, regime: Sampling, model: str | None = None) -> Client:

@@ -26,10 +26,9 @@ from cotrain.losses.chunked import chunk_positions
 from cotrain.rollout.self_prompts import LONGEST, opening
 from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
-from cotrain.teacher.server_states import asked_layers
 from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
-from cotrain.training.preconditions import RunOutline, domains, ids_of, shown, size_of
+from cotrain.training.preconditions import RunOutline, domains, ids_of, served_layers, shown, size_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
@@ -119,8 +118,11 @@ def _from_servers(cfg: TrainConfig, known: RunOutline) -> list[str]:
     """Return lines about the states that servers send: bytes of a token and of all texts. Times are not estimated,
     since the servers' speed is not known."""
     config, texts = known.target.config.get_text_config(), cfg.rollout.texts + cfg.rollout.held_out_texts
-    reads = student_class(cfg.draft.kind)(known.draft, known.target, ids_of(known.tokenizer)).reads
-    each = len(asked_layers(known.target, reads)) * config.hidden_size * half(device()).itemsize
+    each = (
+        len(served_layers(cfg.draft.kind, known.draft, known.target, known.tokenizer))
+        * config.hidden_size
+        * half(device()).itemsize
+    )
     total = each * texts * _texts(cfg, known)[0]
     return [
         f"teacher       states of {each / 2**10:.0f} KiB a token in 16 bits, at most {total / GIB:.2f} GiB for {texts} "
