@@ -1,22 +1,24 @@
 """What a vLLM as teacher costs and changes, beside the target in the process.
 
-    python -m studies.served_teacher OUT.json VLLM_PYTHON TARGET [--texts 200] [--steps 300] [--kinds eagle,block,...]
+    python -m studies.served_teacher OUT.json VLLM_PYTHON TARGET [--texts 70] [--steps 300] [--kinds eagle,block,...]
 
 For each kind of draft a vLLM serves the target on this machine's CPU as `cotrain teacher` says. The states of the same
-texts are read from it and from transformers: largest and mean difference by layer, tokens per second of both. Then the
-same draft is trained twice, with equal seeds and texts, and judged on held-out texts by the states of its teacher.
-Texts are those that the server samples for the first kind.
+texts are read from it and from transformers: largest and mean difference by layer, tokens per second of both and, for
+the first kind, of two servers together. Then the same draft is trained twice, with equal seeds and texts, and judged on
+held-out texts by the states of its teacher. Texts are those that the server samples for the first kind.
 """
 
 import argparse
+import io
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,7 @@ PORT, STARTS = 8431, 180.0  # seconds in which a vLLM must start
 
 
 @contextmanager
-def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterator[str]:
+def vllm(python: str, target: str, kind: str, folder: Path, log: Path, port: int = PORT) -> Iterator[str]:
     """Serve the target for a kind of draft within the block. Yield the address."""
     draft = DRAFTS[kind](kind=kind)
     command, variables = serving(
@@ -55,7 +57,7 @@ def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterat
                 "target": {"path": target},
                 "draft": draft,
                 "output": str(folder),
-                "port": PORT,
+                "port": port,
                 "gpus": 0,
                 "python": python,
             }
@@ -63,7 +65,7 @@ def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterat
     )
     with log.open("w") as file:
         process = subprocess.Popen(command, env=os.environ | variables, stdout=file, stderr=file)
-        url, end = f"http://127.0.0.1:{PORT}", time.monotonic() + STARTS
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + STARTS
         while True:
             try:
                 urlopen(f"{url}/v1/models", timeout=2).close()
@@ -79,8 +81,8 @@ def vllm(python: str, target: str, kind: str, folder: Path, log: Path) -> Iterat
             process.wait(60)
 
 
-def compared(url: str, target: str, kind: str, texts: list[list[int]]) -> dict[str, Any]:
-    """Return differences of states by layer, and tokens per second of both ways."""
+def compared(servers: dict[str, list[str]], target: str, kind: str, texts: list[list[int]]) -> dict[str, Any]:
+    """Return differences of states by layer, and tokens per second of each way. servers: way -> addresses."""
     path = resolve(target)
     _, tokenizer = outline(target)
     whole, ends = load_target(path), load_ends(path)
@@ -88,10 +90,10 @@ def compared(url: str, target: str, kind: str, texts: list[list[int]]) -> dict[s
     network = student_class(kind).initial(draft, Init(kind="scratch"), whole)
     reads = student_class(kind)(network, whole, ids_of(tokenizer)).reads
     here, _ = served(whole, ids_of(tokenizer), reads)
-    there, _ = served_elsewhere([url], ends, ids_of(tokenizer), reads)
+    ways = {way: served_elsewhere(urls, ends, ids_of(tokenizer), reads)[0] for way, urls in servers.items()}
     largest: dict[int, float] = {}
     sums: dict[int, list[float]] = {}
-    seconds = {"process": 0.0, "server": 0.0}
+    seconds = dict.fromkeys(("process", *ways), 0.0)
     by_length = sorted(texts, key=len)
     for first in range(0, len(by_length), 8):
         batch = by_length[first : first + 8]
@@ -101,15 +103,16 @@ def compared(url: str, target: str, kind: str, texts: list[list[int]]) -> dict[s
         with torch.no_grad():
             own = here(ids)
         seconds["process"] += time.perf_counter() - clock
-        clock = time.perf_counter()
-        other = there(ids)
-        seconds["server"] += time.perf_counter() - clock
-        for layer, states in own.items():
-            for row, text in enumerate(batch):
-                gap = (states[row, : len(text)] - other[layer][row, : len(text)]).abs()
-                largest[layer] = max(largest.get(layer, 0.0), float(gap.max()))
-                size = float(states[row, : len(text)].abs().mean())
-                sums.setdefault(layer, []).append(float(gap.mean()) / size)
+        for way, there in ways.items():
+            clock = time.perf_counter()
+            other = there(ids)
+            seconds[way] += time.perf_counter() - clock
+            for layer, states in own.items():
+                for row, text in enumerate(batch):
+                    gap = (states[row, : len(text)] - other[layer][row, : len(text)]).abs()
+                    largest[layer] = max(largest.get(layer, 0.0), float(gap.max()))
+                    size = float(states[row, : len(text)].abs().mean())
+                    sums.setdefault(layer, []).append(float(gap.mean()) / size)
     tokens = sum(map(len, texts))
     return {
         "texts": len(texts),
@@ -122,12 +125,15 @@ def compared(url: str, target: str, kind: str, texts: list[list[int]]) -> dict[s
 
 def trained(output: Path, texts: Path, *settings: str) -> dict[str, Any]:
     """Return the last held-out figures of a training."""
-    clock = time.perf_counter()
-    if cotrain(["train", *settings, f"rollout.folder={texts}", f"output={output}"]):
-        raise RuntimeError(f"the training of {output} has failed")
+    clock, said = time.perf_counter(), io.StringIO()
+    with redirect_stdout(said):
+        if cotrain(["train", *settings, f"rollout.folder={texts}", f"output={output}"]):
+            raise RuntimeError(f"the training of {output} has failed")
     figures = json.loads((output / "held_out.json").read_text())
     alpha = figures["texts"]["1"]["alpha"]
-    return {"tau": figures["tau"], "alpha": alpha, "seconds": time.perf_counter() - clock}
+    found = {"tau": figures["tau"], "alpha": alpha, "seconds": time.perf_counter() - clock}
+    waited = re.search(r"waited ([0-9.]+) s of ([0-9.]+) s", said.getvalue())
+    return found | ({"waited": float(waited[1]), "training": float(waited[2])} if waited else {})
 
 
 MEMORY = """
@@ -170,7 +176,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("python")
     parser.add_argument("target")
-    parser.add_argument("--texts", type=int, default=200)
+    parser.add_argument("--texts", type=int, default=70)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kinds", default="eagle,block,medusa,independent")
     asked = parser.parse_args()
@@ -183,14 +189,20 @@ def main() -> None:
         folder = Path(place)
         for kind in asked.kinds.split(","):
             common = f"""target.path={asked.target} draft={kind} init=scratch measure=false trainer.corpus_steps=0
-            trainer.steps={asked.steps} trainer.validations=2 rollout.texts={asked.texts} rollout.temperatures=[1.0]
-            rollout.new_tokens=96""".split()
-            with vllm(asked.python, asked.target, kind, folder / "states", folder / f"{kind}.log") as url:
+            trainer.steps={asked.steps} trainer.validations=2 trainer.remember_mb=0 rollout.texts={asked.texts}
+            rollout.temperatures=[1.0] rollout.new_tokens=96""".split()
+            with ExitStack() as stack:
+                serve = (asked.python, asked.target, kind, folder / "states")
+                url = stack.enter_context(vllm(*serve, folder / f"{kind}.log"))
                 one = trained(folder / kind, folder / "texts", *common, f"teacher.url={url}")
                 rows = read_rows(folder / "texts" / "train_T1")
-                texts = [[*row["prompt"], *row["completion"]] for row in rows][: asked.texts]
-                with open_servers():  # a training closes them at its end
-                    states = compared(url, asked.target, kind, texts)
+                texts = [[*row["prompt"], *row["completion"]] for row in rows]
+                servers = {"server": [url]}
+                if not found:
+                    second = stack.enter_context(vllm(*serve, folder / f"{kind} 2.log", PORT + 1))
+                    servers["two servers"] = [url, second]
+                stack.enter_context(open_servers())  # a training closes them at its end
+                states = compared(servers, asked.target, kind, texts)
             two = trained(folder / f"{kind} here", folder / "texts", *common)
             found[kind] = {"states": states, "server": one, "process": two}
             print(kind, {name: part["alpha"] for name, part in (("server", one), ("process", two))}, flush=True)

@@ -91,7 +91,9 @@ class Cuda(Tensor):
         return torch.device("cuda", self.card)
 
     @staticmethod
-    def __new__(cls, raw: Tensor, index: int) -> "Cuda":
+    def __new__(cls, raw: Tensor, index: int | None = None, requires_grad: bool = False) -> "Cuda":
+        if index is None:  # accelerate makes a parameter again, of the class that it has
+            return torch.nn.Parameter(raw, requires_grad)
         found = Tensor._make_wrapper_subclass(
             cls,
             raw.size(),

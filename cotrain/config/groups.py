@@ -84,6 +84,9 @@ class ServedTarget(Settings):
     dtype: Dtype = "auto"
     """auto: the dtype of the checkpoint, or float32 on a CPU that would emulate it."""
     trust_remote_code: bool = False
+    device_map: Annotated[str, one_of("auto")] | None = None
+    """auto: the layers are spread over this machine's GPUs and its memory or, in a training of several processes,
+    sharded over these; null: each process has the whole target."""
 
 
 class Target(ServedTarget):

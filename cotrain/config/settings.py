@@ -120,6 +120,11 @@ class TrainConfig(Settings):
     minutes: Annotated[Positive | None, Mark.LONGER] = None
     """A budget for the whole run, measurement included; null: no budget."""
 
+    @property
+    def shards_target(self) -> bool:
+        """Return whether the target's layers are sharded over several processes."""
+        return self.target.device_map is not None and self.trainer.devices * self.trainer.nodes > 1
+
 
 class RolloutConfig(Settings):
     """Settings of `cotrain rollout`, which samples texts of the target."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.compatibility import hash_tokenizer
-from inference.models.pretrained import weights_quantisation
+from inference.models.pretrained import weights_quantisation, whole_tensor
 from inference.request import ends_of
 
 SAMPLE = 1024  # values of each tensor that are hashed; the others enter only through a sum
@@ -66,8 +66,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     target.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for place, tensor in enumerate(model.state_dict().values()):
-        flat = tensor.detach().flatten()
+    for place, (name, tensor) in enumerate(model.state_dict().items()):
+        flat = whole_tensor(model, name, tensor.detach()).flatten()
         digest.update(_some_bits(flat, place))
         total = sum(int(_bits(part).sum(dtype=torch.int64)) for part in flat.split(CHUNK))
         digest.update(f"{tuple(tensor.shape)} {total};".encode())

@@ -1,6 +1,7 @@
 """The texts that a run learns from and is evaluated on: sampled from the target and stored for later runs, or
 completions in the user's logs."""
 
+import glob
 import hashlib
 import json
 from collections import Counter
@@ -361,7 +362,7 @@ def read_rows(path: Path) -> datasets.Dataset:
     if not file.is_file():
         raise ValueError(f"there is no file {file}: sample it with cotrain rollout")
     try:
-        return datasets.Dataset.from_parquet(str(file), keep_in_memory=True)
+        return datasets.Dataset.from_parquet(glob.escape(str(file)), keep_in_memory=True)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
             f"{file} cannot be read: delete it and {beside(path, 'json').name}, and the same command samples the texts "

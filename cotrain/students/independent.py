@@ -47,6 +47,7 @@ from inference.models.pretrained import (
     length_of,
     refuse_unsupported,
     weights_quantisation,
+    whole_tensor,
 )
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
@@ -344,7 +345,8 @@ def _no_dropout(config: PretrainedConfig) -> dict[str, float]:
 def plain_tensors(target: PreTrainedModel) -> dict[str, Tensor]:
     """Return the target's tensors by name. Weights that bitsandbytes has quantised are dequantised, and the changes of
     active adapters are added to the weights."""
-    state = target.state_dict()  # on a CPU this also unpacks 4-bit weights
+    stored = target.state_dict()  # on a CPU this also unpacks 4-bit weights
+    state = {name: whole_tensor(target, name, tensor) for name, tensor in stored.items()}
     for name, weight in target.named_parameters():
         kind = type(weight).__name__
         if kind in ("Params4bit", "Int8Params"):

@@ -8,6 +8,7 @@ N texts in all, B texts of a batch, T tokens, S tokens of an encoder input, D wi
 
 import hashlib
 import json
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,11 +46,13 @@ class MemoryCache:
         self.widths: set[Width] = set()
         self.early: dict[tuple[tuple[int, Width], ...], Future[Record]] = {}  # reads in other threads
         self.waited = 0.0  # seconds in which a call waited for such a read
+        self.began = math.inf  # when the first such read did
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Begin to read the states of a later batch in another thread, unless they are stored. The later call for this
         batch waits for that read. batch: ids (B, T), key (B,), and position_ids or source if it has them, as in a
         training step."""
+        self.began = min(self.began, time.perf_counter())
         ids, source = batch["ids"], batch.get("source")
         names = self._names(ids, batch["key"], source)
         if (*names,) not in self.early and any(name not in self.records for name in names):
@@ -58,7 +61,9 @@ class MemoryCache:
     def lines(self) -> list[str]:
         """Return a line for the user about the time in which training waited for reads in other threads; [] if there
         were none."""
-        return [f"the training waited {self.waited:.1f} s for the teacher"] if self.waited else []
+        if not self.waited:
+            return []
+        return [f"the training waited {self.waited:.1f} s of {time.perf_counter() - self.began:.1f} s for the teacher"]
 
     def fill(
         self,

@@ -63,12 +63,15 @@ def load_target(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     adapter: str | None = None,
+    device_map: str | None = None,
 ) -> PreTrainedModel:
-    """Return a frozen target from a folder or hub id, read only from safetensors files, on the GPU if there is one.
+    """Return a frozen target from a folder or hub id, read only from safetensors files.
 
     quantisation: of the weights; "none" leaves them unchanged. A quantised checkpoint stays quantised.
     dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it.
     adapter: the folder of a PEFT adapter, which is merged into the weights unless these are quantised; None for none.
+    device_map: "auto" spreads the layers over this machine's GPUs and its memory (accelerate); "cpu"; None: the GPU of
+    this process, or the CPU if there is no GPU.
 
     Raises ValueError for an unknown quantisation, for a second quantisation of a quantised checkpoint, for weights that
     are missing or not finite, and for an adapter that cannot be loaded.
@@ -81,7 +84,7 @@ def load_target(
         use_safetensors=True,
         trust_remote_code=trust_remote_code,
         **options_of(quantisation),
-        device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
+        device_map=device_map or (f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu"),
         output_loading_info=True,
     )
     model, info = loaded
@@ -90,14 +93,14 @@ def load_target(
             f"target.path: {path} is incomplete, name a whole model: missing {', '.join(sorted(info['missing_keys']))}"
         )
     for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not bool(torch.isfinite(weight).all()):
+        if weight.is_floating_point() and not weight.is_meta and not bool(torch.isfinite(weight).all()):
             raise ValueError(
                 f"target.path: {path} has NaN or infinite weights in {name}: name another model, or set "
                 "target.dtype=float32"
             )
     unpack(model)
     own = model.dtype
-    if dtype == "auto" and widened(model).dtype != own:
+    if dtype == "auto" and not torch.cuda.is_available() and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
         print(f"this CPU is slow in {dtype}, so the target runs in float32", file=sys.stderr)
     if adapter:  # before rows are rounded: the kernel then runs the merged weights
@@ -203,12 +206,13 @@ def load_pair(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     adapter: str | None = None,
+    device_map: str | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the frozen target and its tokenizer.
 
     path: a folder, a hub id, or "bundled" for the target that ships with this package. quantisation: of the weights;
     "none" leaves them unchanged. dtype: "auto" means the checkpoint's dtype. adapter: the folder of a PEFT adapter, or
-    None.
+    None. device_map: see `load_target`.
 
     Raises ValueError or OSError, which names the key or file, for a missing or damaged model, tokenizer or adapter, and
     for a quantisation that the checkpoint cannot have.
@@ -217,7 +221,7 @@ def load_pair(
     if Path(folder).is_dir():
         weight_files(Path(folder))
     _, tokenizer = load_config(path, trust_remote_code)
-    return load_target(folder, quantisation, dtype, trust_remote_code, adapter), tokenizer
+    return load_target(folder, quantisation, dtype, trust_remote_code, adapter, device_map), tokenizer
 
 
 def split(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read, Head]:
@@ -270,7 +274,7 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         states: Tensor = _read(model, ids, position_ids).last_hidden_state
-        return states
+        return states.to(model.device)  # the last layer may be on another device
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
@@ -389,7 +393,7 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with tapped(model, layers) as states:
             out = _read(model, ids, position_ids)
-        return {LAST: out.last_hidden_state} | {layer: states[layer] for layer in layers}
+        return {LAST: out.last_hidden_state.to(model.device)} | {layer: states[layer] for layer in layers}
 
     return decoded if encodes else read
 

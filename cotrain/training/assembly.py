@@ -180,7 +180,8 @@ def trained_by(
         judged,
         cfg.regime.temperature,
         truncation(cfg.regime),
-        remember=cfg.trainer.remember_mb * 2**20,
+        # the processes of a sharded target read it in step: none may find states that another must read
+        remember=0 if cfg.shards_target else cfg.trainer.remember_mb * 2**20,
         k=cfg.policy.k or DEPTHS,
         seed=cfg.trainer.seed,
         progress=progress,

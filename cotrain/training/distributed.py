@@ -3,7 +3,8 @@ losses are divided.
 
 Each process has a shard of the draft's weights, gradients and moments. Weights are whole only during a pass of the
 sharded module, layer by layer. So all code that reads them, including heads in chunks and losses, runs in such a pass,
-see `within`. The target is whole on every process.
+see `within`. The target is whole on every process, unless target.device_map=auto shards its layers too, see
+`sharded_target`.
 
 A step may add up the gradients of several batches (accumulation) and several processes. A mean of means would give a
 token more weight if its batch has few tokens. So every sum is divided by the counts over all batches and processes.
@@ -16,11 +17,15 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from transformers import PreTrainedModel
+
+from cotrain.ranks import local_rank
+from inference.models.pretrained import decoder_layers
 
 Result = TypeVar("Result")
 Batch = Mapping[str, Any]
@@ -37,6 +42,29 @@ def sharded(draft: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     register_fsdp_forward_method(copied, "within")
     nn.Module.to(draft, "cpu")
     return copied
+
+
+def sharded_target(target: PreTrainedModel) -> PreTrainedModel:
+    """Shard the frozen target's decoder layers over all processes of the run, in place, and return the target. Each
+    layer is gathered only for its own pass, so all processes must call the target equally often. Embeddings, norm and
+    head stay whole. The target must be on the CPU; each process keeps its part on its GPU, if it has one.
+
+    The processes are those of a launcher, such as torchrun, that has set the variables of torch.distributed.
+    """
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cuda":
+        torch.cuda.set_device(local_rank())
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    layers = decoder_layers(target)
+    ends = {*target.parameters()} - {*layers.parameters()}
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(target.base_model, mesh=mesh, ignored_params=ends)
+    for part in ends:
+        part.data = part.data.to(mesh.device_type)
+    return target
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:

@@ -25,6 +25,7 @@ from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
+from cotrain.errors import UserError
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
@@ -34,6 +35,7 @@ from cotrain.teacher.servers import servers_at
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.teacher.target_model import Head, Reader, load_config, load_pair, served
 from cotrain.training.deadline import Deadline
+from cotrain.training.distributed import sharded_target
 from cotrain.training.interrupts import Signals
 from inference import Engine, load
 from inference.drafts.atomic import write_atomic
@@ -237,6 +239,8 @@ def sampled_texts(
     by: Callable[[], Sampler] | None = None
     if server:
         by = partial(_remote, cfg, tokenizer, ends_of(target))
+    elif isinstance(cfg, TrainConfig) and cfg.shards_target:
+        by = partial(_unsampled, folder)
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
     return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, server)
@@ -276,6 +280,13 @@ def _remote(cfg: TrainConfig | RolloutConfig, tokenizer: PreTrainedTokenizerBase
         return Remote(Client(cfg.rollout.url), tokenizer, rows, ends)
     servers = servers_at(_teachers(cfg), (), rows)
     return Remote(servers, tokenizer, servers.rows, ends)
+
+
+def _unsampled(folder: Path) -> Sampler:
+    raise UserError(
+        f"target.device_map=auto: several processes share the target, so none can sample texts, and {folder} has none: "
+        "sample them first, cotrain rollout target.device_map=auto output=FOLDER, and set rollout.folder=FOLDER"
+    )
 
 
 def _speculative(path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: int) -> Sampler:
@@ -335,7 +346,12 @@ def models(
     if isinstance(cfg, TrainConfig) and cfg.teacher.urls:
         _, tokenizer = load_config(str(ask.path), ask.trust_remote_code)
         return load_ends(resolve(str(ask.path)), ask.dtype, ask.trust_remote_code), tokenizer
-    return load_pair(str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code, ask.adapter)
+    sharded = isinstance(cfg, TrainConfig) and cfg.shards_target
+    place = "cpu" if sharded else ask.device_map
+    target, tokenizer = load_pair(
+        str(ask.path), cfg.quantisation.kind, ask.dtype, ask.trust_remote_code, ask.adapter, place
+    )
+    return sharded_target(target) if sharded else target, tokenizer
 
 
 def objective(name: str) -> str:

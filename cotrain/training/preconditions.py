@@ -318,7 +318,10 @@ def _folders(cfg: TrainConfig) -> None:
 
 
 def _teacher(cfg: TrainConfig) -> None:
-    """Raise UserError for settings that need the target's layers in this process, though servers run it."""
+    """Raise UserError for settings that need the whole target in this process, though servers or several processes run
+    it."""
+    if cfg.shards_target:
+        _sharded(cfg)
     if not cfg.teacher.urls:
         return
     needs = {
@@ -337,6 +340,29 @@ def _teacher(cfg: TrainConfig) -> None:
             f"{wrong[0]}: it needs the target's layers in this process, and with teacher.url= only its embeddings, "
             f"norm and head are here: {remedy}"
         )
+
+
+def _sharded(cfg: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit a target whose layers are sharded over the processes: each process
+    calls it equally often, and none has it alone."""
+    wrong = {
+        f"draft={cfg.draft.kind}": cfg.draft.kind not in TAUGHT and f"use one of {', '.join(TAUGHT)}",
+        f"mode={cfg.mode}": cfg.mode != "distil" and "set mode=distil",
+        f"quantisation={cfg.quantisation.kind}": cfg.quantisation.kind != "none" and "set quantisation=none",
+        "teacher.url": cfg.teacher.urls and "leave out target.device_map=",
+        "data=self": from_target(cfg.data) and "sample prompts first: cotrain rollout data=self target.device_map=auto",
+        "measure=true": cfg.measure and "set measure=false, and measure with cotrain bench target.device_map=auto",
+        "rollout.rounds": cfg.rollout.rounds > 1 and "set rollout.rounds=1",
+        "trainer.cache": cfg.trainer.cache and "leave it out",
+        "trainer.devices": not {"RANK", "WORLD_SIZE"} <= set(os.environ)
+        and f"start it with torchrun --nproc-per-node={cfg.trainer.devices} -m cotrain train",
+    }
+    for key, remedy in wrong.items():
+        if remedy:
+            raise UserError(
+                f"{key}: with target.device_map=auto and several processes, these share the target's layers, and call "
+                f"it in step: {remedy}"
+            )
 
 
 def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, draft: PreTrainedModel) -> None:

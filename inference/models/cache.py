@@ -44,22 +44,23 @@ class Window:
     start: int | None
     limit: int
     branches: Branches | None = None
-    _indices: dict[tuple[int, int], Tensor] = field(default_factory=dict, repr=False)
+    _indices: dict[tuple[int, int, torch.device], Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def slots(self) -> Tensor:
         """Return the slots (A, n) of the cache that the pass's keys and values are written to; column j for id j."""
         return self.positions if self.branches is None else self.branches.slots
 
-    def indices(self, heads: int, slots: int) -> Tensor:
-        """Return the flat indices (A * heads * n,) of the new tokens in a tensor (rows, heads, slots, D) without its
-        last dimension. They are computed once per pass. heads: G. slots: S."""
-        indices = self._indices.get((heads, slots))
+    def indices(self, store: Tensor) -> Tensor:
+        """Return the flat indices (A * G * n,) of the new tokens in `store` (rows, G, S, D) without its last dimension.
+        They are computed once per pass and device: a model's layers may be on several devices."""
+        _, heads, slots, _ = store.shape
+        indices = self._indices.get((heads, slots, store.device))
         if indices is None:
             row = torch.arange(self.low, self.high, device=self.positions.device)[:, None, None] * heads
             head = torch.arange(heads, device=self.positions.device)[:, None]
-            indices = ((row + head) * slots + self.slots.unsqueeze(1)).flatten()
-            self._indices[heads, slots] = indices
+            indices = ((row + head) * slots + self.slots.unsqueeze(1)).flatten().to(store.device)
+            self._indices[heads, slots, store.device] = indices
         return indices
 
 
@@ -137,8 +138,7 @@ def grown(store: Tensor, slots: int) -> Tensor:
 
 
 def _write(store: Tensor, states: Tensor, window: Window) -> Tensor:
-    indices = window.indices(store.shape[1], store.shape[2])
-    store.flatten(0, 2).index_copy_(0, indices, states.flatten(0, 2))
+    store.flatten(0, 2).index_copy_(0, window.indices(store), states.flatten(0, 2))
     return store[window.low : window.high, :, : window.limit]
 
 
@@ -216,8 +216,9 @@ def move_path(stores: Sequence[Tensor], start: Tensor, path: Tensor) -> None:
     start = start.unsqueeze(1)
     source, target = start + (path + 1).clamp(min=0), start + torch.where(path < 0, 0, order)
     for store in stores:
-        slots = store.transpose(1, 2)
-        slots.index_put_((row, target), slots[row, source])  # read whole before it is written
+        slots, here = store.transpose(1, 2), store.device  # of a model on several devices, another than that of `path`
+        old = slots[row.to(here), source.to(here)]  # read whole before it is written
+        slots.index_put_((row.to(here), target.to(here)), old)
 
 
 def spare_slots(rows: int) -> int:

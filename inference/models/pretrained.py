@@ -185,6 +185,23 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
         )
 
 
+def whole_tensor(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
+    """Return all values of an entry (`name`, `tensor`) of the model's state_dict(). accelerate may keep them elsewhere
+    than in the module. A sharded tensor is gathered, which all processes must do together."""
+    sharded: Any = tensor
+    if hasattr(sharded, "full_tensor"):
+        return sharded.full_tensor()
+    if not tensor.is_meta:
+        return tensor
+    from accelerate.utils import align_module_device  # type: ignore[import-untyped]  # takes long, and is rarely needed
+
+    module, _, part = name.rpartition(".")
+    owner = model.get_submodule(module)
+    with align_module_device(owner):
+        whole: Tensor = getattr(owner, part).detach()
+    return whole
+
+
 def layers_of(config: PreTrainedConfig) -> int:
     """Return the number of decoder layers in a config."""
     own = config.get_text_config()
@@ -256,7 +273,7 @@ def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
         )
         out = out if bias is None else out + bias[0]
         out = out if scale == 1.0 else out * scale
-        return torch.tanh(out / cap) * cap if cap else out
+        return (torch.tanh(out / cap) * cap if cap else out).to(states.device)  # the head may be on another device
 
     return logits
 
@@ -274,7 +291,8 @@ def own_logits(model: PreTrainedModel, at: list[int], **inputs: Tensor) -> Tenso
     after which logits are returned; the head reads only these if the model's code can. inputs: arguments of the
     forward."""
     rows = torch.tensor(at, device=model.device)
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    spread = hasattr(model, "_hf_hook")  # over devices: the rows would be on the first, the states on the last
+    if not spread and "logits_to_keep" in inspect.signature(model.forward).parameters:
         logits: Tensor = model(**inputs, use_cache=False, logits_to_keep=rows).logits[0]
         return logits if len(logits) == len(at) else logits[rows]
     return model(**inputs, use_cache=False).logits[0, rows]
@@ -292,9 +310,10 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
     Raises ValueError if the model's decoder layers cannot be identified.
     """
     states: dict[int, Tensor] = {}
+    device = model.device  # a layer may be on another one
 
     def store(layer: int) -> Callable[[Tensor], None]:
-        return lambda value: states.update({layer: value})
+        return lambda value: states.update({layer: value.to(device)})
 
     handles = [_hooked(model, layer, store(layer)) for layer in layers]
     try:

@@ -189,7 +189,8 @@ class SelfCheck:
 def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any]) -> Any:
     """Return the result of `check`. The check runs again only if values, classes or settings of the model have changed.
     name: the check's name and the context. Raises ValueError for a model on the meta device."""
-    if any(p.is_meta for p in model.parameters()):
+    elsewhere = getattr(model, "hf_device_map", None)  # accelerate brings the weights for a pass
+    if not elsewhere and any(p.is_meta for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__}: its weights are on the meta device, so it cannot run; load it with weights"
         )
