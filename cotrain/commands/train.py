@@ -84,10 +84,9 @@ def run(cfg: TrainConfig) -> float | None:
         print(table(json.loads(report.read_text(encoding="utf-8"))))
         print(f"draft: {folder.path / 'draft'}")
     else:
-        print(
-            f"draft: {folder.path / 'draft'} (last step, not measured): repeat the command with measure=true "
-            "to measure it"
-        )
+        draft = folder.path / "draft"
+        how = "serve it, and use cotrain bench url=" if cfg.teacher.urls else f"cotrain bench draft.path={draft}"
+        print(f"draft: {draft} (last step, not measured): to measure it, {how}")
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 

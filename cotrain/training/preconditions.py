@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.board.curves import WANDB
+from cotrain.config.drafts import DRAFTS
 from cotrain.config.groups import Bench, Trainer
 from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
 from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_rows
@@ -318,10 +319,10 @@ def _folders(cfg: TrainConfig) -> None:
 
 
 def _teacher(cfg: TrainConfig) -> None:
-    """Raise UserError for settings that need the whole target in this process, though servers or several processes run
-    it."""
-    if cfg.shards_target:
-        _sharded(cfg)
+    """Raise UserError for settings that need the whole target in this process, though servers, several processes or
+    several devices have it."""
+    if cfg.target.device_map:
+        _spread(cfg)
     if not cfg.teacher.urls:
         return
     needs = {
@@ -342,27 +343,28 @@ def _teacher(cfg: TrainConfig) -> None:
         )
 
 
-def _sharded(cfg: TrainConfig) -> None:
-    """Raise UserError for settings that do not fit a target whose layers are sharded over the processes: each process
-    calls it equally often, and none has it alone."""
-    wrong = {
-        f"draft={cfg.draft.kind}": cfg.draft.kind not in TAUGHT and f"use one of {', '.join(TAUGHT)}",
-        f"mode={cfg.mode}": cfg.mode != "distil" and "set mode=distil",
-        f"quantisation={cfg.quantisation.kind}": cfg.quantisation.kind != "none" and "set quantisation=none",
-        "teacher.url": cfg.teacher.urls and "leave out target.device_map=",
-        "data=self": from_target(cfg.data) and "sample prompts first: cotrain rollout data=self target.device_map=auto",
-        "measure=true": cfg.measure and "set measure=false, and measure with cotrain bench target.device_map=auto",
-        "rollout.rounds": cfg.rollout.rounds > 1 and "set rollout.rounds=1",
-        "trainer.cache": cfg.trainer.cache and "leave it out",
-        "trainer.devices": not {"RANK", "WORLD_SIZE"} <= set(os.environ)
-        and f"start it with torchrun --nproc-per-node={cfg.trainer.devices} -m cotrain train",
+def _spread(cfg: TrainConfig) -> None:
+    """Raise UserError for settings that do not fit target.device_map=auto. Layers on several devices cannot be copied
+    into a draft that runs them in one pass, nor moved. If they are sharded, each process must call the target equally
+    often, and none has it alone."""
+    kind, several = f"draft={cfg.draft.kind}", cfg.shards_target
+    taught = TAUGHT if several else [name for name in DRAFTS if name != "early_exit"]
+    torchrun = f"torchrun --nproc-per-node={cfg.trainer.devices} -m cotrain train"
+    remedies = {
+        kind: (cfg.draft.kind not in taught, f"use one of {', '.join(taught)}"),
+        "mode=joint": (cfg.mode != "distil", "set mode=distil"),
+        "quantisation": (several and cfg.quantisation.kind != "none", "set quantisation=none"),
+        "teacher.url": (bool(cfg.teacher.urls), "leave out one of the two"),
+        "data=self": (several and from_target(cfg.data), "sample prompts first, cotrain rollout data=self"),
+        "measure=true": (several and cfg.measure, "set measure=false, and measure the draft with cotrain bench"),
+        "rollout.rounds": (several and cfg.rollout.rounds > 1, "set rollout.rounds=1"),
+        "trainer.cache": (several and cfg.trainer.cache is not None, "leave it out"),
+        "trainer.devices": (several and not {"RANK", "WORLD_SIZE"} <= set(os.environ), f"start it with {torchrun}"),
     }
-    for key, remedy in wrong.items():
-        if remedy:
-            raise UserError(
-                f"{key}: with target.device_map=auto and several processes, these share the target's layers, and call "
-                f"it in step: {remedy}"
-            )
+    how = "sharded over the processes, which call it in step" if several else "spread over devices"
+    for key, (wrong, remedy) in remedies.items():
+        if wrong:
+            raise UserError(f"{key}: with target.device_map=auto the target is {how}: {remedy}")
 
 
 def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, draft: PreTrainedModel) -> None:
