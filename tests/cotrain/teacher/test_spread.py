@@ -72,8 +72,8 @@ def test_commands_train_and_measure_with_layers_on_two_devices(
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
     paths = [f"target.path={folder / 'target'}", f"data.path={folder / 'own.jsonl'}", "target.device_map=auto"]
     sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=4
-    rollout.rows=2 rollout.temperatures=[1.0] trainer.batch=2 trainer.validations=1 trainer.steps=1 draft=medusa draft.depths=2
-    measure=false""".split()
+    rollout.rows=2 rollout.temperatures=[1.0] trainer.batch=2 trainer.validations=1 trainer.steps=1 draft=medusa
+    draft.depths=2 measure=false""".split()
     bench = """bench.prompts=1 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=4 bench.parity_tokens=8
     bench.minutes=0 bench.depths=[1]""".split()
     with standin.device():
