@@ -1,7 +1,9 @@
-"""Planted bugs of a target that runs on servers."""
+"""Planted bugs of a target that runs on servers, on several devices or over several processes."""
 
 # fmt: off
 STATES = 'tests/cotrain/teacher/test_server_states.py::'
+SPREAD = 'tests/cotrain/teacher/test_spread.py::'
+DEVICES, DISK = SPREAD + 'test_layers_on_two_devices_give_the_same_states_and_texts', SPREAD + 'test_layers_on_a_disk_give_the_same_states_texts_and_drafts'
 ROWS_OF_BUGS = [
     ('layers_of_a_server_in_another_order', 'cotrain/teacher/server_states.py', 'ServerReader.__init__', 'sorted({*layers} - {LAST})', 'sorted({*layers} - {LAST}, reverse=True)', [STATES + 'test_states_and_logits_are_those_of_a_target_in_the_process'], 'a draft learns from the states of other layers'),
     ('the_norm_is_left_out', 'cotrain/teacher/server_states.py', 'ServerReader.__call__', 'self.norm(read[:, :, -1])', 'read[:, :, -1]', [STATES + 'test_states_and_logits_are_those_of_a_target_in_the_process'], 'p is another'),
@@ -17,4 +19,14 @@ ROWS_OF_BUGS = [
     ('a_cache_serves_another_body', 'cotrain/training/job.py', 'identity_of', 'if _teachers(cfg) else {}', 'if False else {}', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'states of one target teach the draft of another'),
     ('texts_belong_to_an_address', 'cotrain/training/job.py', 'sampled_texts', 'TEACHER if _teachers(cfg)', 'cfg.teacher.url if _teachers(cfg)', [STATES + 'test_texts_are_kept_when_the_servers_address_changes'], 'a resumed run learns from other texts'),
     ('the_last_batch_is_read_and_not_learnt', 'cotrain/training/distributed.py', 'Ahead.__iter__', 'if earlier is not None:\n            yield earlier', 'if False:\n            yield earlier', [STATES + 'test_the_last_batch_is_learnt_too'], 'texts are not learnt'),
+    ('slots_of_the_first_device', 'inference/models/cache.py', 'Window.indices', '.flatten().to(store.device)', '.flatten()', [DEVICES], 'layers on another device cannot write their keys'),
+    ('states_stay_where_their_layer_is', 'inference/models/pretrained.py', 'tapped', 'value.to(device)', 'value', [DEVICES], 'a draft gets states on several devices'),
+    ('the_last_states_stay_there', 'cotrain/teacher/target_model.py', 'halves', 'return states.to(model.device)', 'return states', [DEVICES], 'the loss gets states of another device'),
+    ('rows_to_keep_on_the_first_device', 'inference/models/pretrained.py', 'own_logits', 'if not spread and', 'if', [DEVICES], "a model's own logits cannot be compared"),
+    ('meta_weights_have_no_print', 'inference/models/pretrained.py', 'whole_tensor', 'if not tensor.is_meta:', 'if True:', [DISK], 'a target that is partly on a disk has no fingerprint'),
+    ('drafts_copy_meta_layers', 'cotrain/students/independent.py', 'plain_tensors', 'whole_tensor(target, name, tensor)', 'tensor', [DISK], 'a draft begins with layers without values'),
+    ('offloaded_weights_are_refused', 'inference/models/selfcheck.py', '_once', 'if not elsewhere and any', 'if any', [DISK], 'a target that is partly on a disk cannot sample'),
+    ('a_shard_finds_states_that_others_read', 'cotrain/training/assembly.py', 'trained_by', 'remember=0 if cfg.shards_target else', 'remember=', [SPREAD + 'test_states_are_read_in_step'], 'one process waits for ever'),
+    ('a_sharded_target_is_measured', 'cotrain/training/preconditions.py', '_spread', '(several and cfg.measure,', '(False,', [SPREAD + 'test_what_needs_the_target_in_one_place_is_refused'], 'one process waits for ever'),
+    ('one_process_has_all_layers', 'cotrain/training/distributed.py', 'sharded_target', 'fully_shard(layer, mesh=mesh)', 'pass', [SPREAD + 'test_each_of_two_processes_has_half_of_the_layers'], 'a target that needs two GPUs does not fit'),
 ]

@@ -16,13 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cotrain.cli import main
 from cotrain.data.fingerprints import fingerprint
 from cotrain.errors import UserError
-from cotrain.students.independent import plain_tensors
+from cotrain.students.independent import IndependentStudent, plain_tensors
 from cotrain.teacher.target_model import load_target, served
+from cotrain.training import assembly
+from cotrain.training.job import Job
 from cotrain.training.preconditions import require
 from inference import Engine, Sampling
 from inference.models.passes import LAST
 from tests import standin
-from tests.folders import own_texts, target_folder, tokenizer
+from tests.folders import network, own_texts, target_folder, tokenizer
 from tests.settings import composed, typed
 
 LAYERS = (1,)
@@ -101,8 +103,9 @@ def test_layers_on_a_disk_give_the_same_states_texts_and_drafts(folder: Path, tm
 
 SHARDED = """
 import sys, torch
+from torch.distributed.fsdp import FSDPModule
 from cotrain.data.fingerprints import fingerprint
-from cotrain.students.independent import plain_tensors
+from cotrain.students.independent import IndependentStudent, plain_tensors
 from cotrain.teacher.target_model import load_target
 from cotrain.training.distributed import sharded_target
 from inference.models.pretrained import decoder_layers
@@ -111,6 +114,7 @@ from tests.cotrain.teacher.test_spread import read
 whole = load_target(sys.argv[1], dtype="float32")
 expected, tensors = read(whole), plain_tensors(whole)
 model = sharded_target(load_target(sys.argv[1], dtype="float32", device_map="cpu"))
+assert all(isinstance(layer, FSDPModule) for layer in decoder_layers(model))  # gathered one at a time
 for _ in range(2):
     found = read(model)
     assert all(torch.equal(found[name], part) for name, part in expected.items())
@@ -155,6 +159,15 @@ def test_two_processes_with_a_sharded_target_train_what_one_would(folder: Path, 
         sum((ours[name] - other[name]).double().square().sum() for name in ours).sqrt() for other in (began, theirs)
     )
     assert apart < 0.02 * moved and moved > 1e-2
+
+
+def test_states_are_read_in_step() -> None:
+    """No process may find states in its cache that another must read: the layers are gathered for all at once."""
+    cfg = typed(composed("trainer.devices=2", "trainer.remember_mb=5"))
+    for device_map, room in ((None, 5 * 2**20), ("auto", 0)):
+        cfg.target.device_map = device_map
+        job = Job(cfg, Path("place"), network(), tokenizer())
+        assert assembly.trained_by(job, IndependentStudent(network(1)), {}).teacher.room == room
 
 
 WRONG = {
