@@ -18,6 +18,7 @@ from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resumable
 from cotrain.training import joint
 from cotrain.training.deadline import Deadline
+from cotrain.training.overfit import overfit
 from cotrain.training.preconditions import require
 from cotrain.training.preflight import check_resources
 from cotrain.training.run import train
@@ -32,16 +33,19 @@ from inference.report.table import comparison
 
 def run(cfg: TrainConfig) -> float | None:
     """Distil into `output` and print the table of the report. A finished run is not repeated: only its table is
-    printed. With check=true, only print what the run needs.
+    printed. With check=true, only print what the run needs; with overfit=true, only whether the draft learns.
 
     Returns the tau of the last step, which may not be the exported checkpoint: predicted on held-out texts, at policy.k
     and the sampling settings of `regime`. For a draft that is not trained, returns the measured tau, NaN if it was not
-    measured. Returns None with check=true, and in all processes except the first. Raises UserError if the run cannot be
-    started or resumed.
+    measured. Returns None with check=true or overfit=true, and in all processes except the first. Raises UserError if
+    the run cannot be started or resumed, and with overfit=true if the draft does not learn.
     """
+    if cfg.overfit:
+        print(overfit(cfg))
+        return None
     _go_on(cfg)
     settings = cfg.model_dump()
-    for key in ("overwrite", "check", "output"):
+    for key in ("overwrite", "check", "overfit", "output"):
         del settings[key]
     settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
     if cfg.overwrite and resumable(cfg.output, settings):  # the same command, after it was interrupted

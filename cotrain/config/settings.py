@@ -117,6 +117,9 @@ class TrainConfig(Settings):
     overwrite: bool = False
     check: bool = False
     """Only print what the run would need."""
+    overfit: bool = False
+    """Only learn one text of each domain until its drafts are accepted, to tell a wrong pipeline from a small draft;
+    nothing is kept."""
     minutes: Annotated[Positive | None, Mark.LONGER] = None
     """A budget for the whole run, measurement included; null: no budget."""
 

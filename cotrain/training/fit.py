@@ -1,5 +1,6 @@
 """Training in phases. Each phase adds the texts of one more sampling. A later call resumes from the last checkpoint."""
 
+import json
 import math
 import time
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
+from cotrain.evaluation.comparison import per_text
 from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Own
 from cotrain.teacher.states_cache import DiskCache
@@ -43,8 +45,10 @@ from cotrain.training.job import Job, objective
 from cotrain.training.module import WATCHED, Distillation
 from cotrain.training.optim import precision
 from cotrain.training.progress import NEVER, Bar, Clock, Progress
+from inference.drafts.atomic import write_atomic
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
+START = "start.json"  # the held-out figures of the draft that a training with init=pretrained began with
 SHOWN = 12  # number of tokens that an error shows of a text
 VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, see `Distillation.judge`
 
@@ -141,7 +145,7 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
         log(trainer, {f"{tags.ROLLOUT}/{name}": rate for name, rate in sampler.speeds.items()}, phase.first)
     began = time.monotonic()
     if not done:
-        trainer.validate(module, VALIDATION, verbose=False)
+        _judge_start(job, module, trainer)
     measuring = time.monotonic() - began - module.seconds - module.trial
     _remember(job, module, corpus, sampled)
     if not done:
@@ -167,6 +171,13 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
     return End(trainer.global_step, bool(trainer.should_stop))
+
+
+def _judge_start(job: Job, module: Distillation, trainer: lightning.Trainer) -> None:
+    """Score the draft before its first step. The figures of one that begins with a draft folder are kept in START."""
+    trainer.validate(module, VALIDATION, verbose=False)
+    if job.cfg.init.kind == "pretrained" and not rank():
+        write_atomic(job.folder / START, json.dumps(per_text(module.scores(), module.held_out)))
 
 
 def _ended(

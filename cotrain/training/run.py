@@ -27,11 +27,12 @@ from cotrain.training import results
 from cotrain.training.assembly import foreign, held_out_texts, new_student, prune, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.deadline import PROMPTS, Deadline
-from cotrain.training.fit import as_served, fit
+from cotrain.training.fit import START, as_served, fit
 from cotrain.training.interrupts import listening
 from cotrain.training.job import Job, models, objective, sample_prompts, settle
 from cotrain.training.module import Distillation, alpha_of
 from cotrain.training.preconditions import read_texts, refuse_packed, require_texts
+from inference.drafts.weight_files import read_json
 
 
 def train(
@@ -111,6 +112,8 @@ def finish(
     tau, report = ranking_tau(job, module), dict[str, Any]()
     texts = comparison.per_text(module.scores(), module.held_out)
     results.keep_figures(job, steps, {"tau": tau(), "texts": texts})
+    if (start := job.folder / START).is_file():
+        print(*comparison.since_start(read_json(start), texts), sep="\n")
     if speed:
         choose_best(job, module, speed)
         report = results.export(job, module, steps, speed, given)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,6 +257,25 @@ def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     job(place, name, *asked)
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
     assert first and json.loads(figures.read_text())["texts"] == first
+
+
+def test_a_training_that_begins_with_a_draft_says_what_it_gained(
+    place: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its start is judged on the texts of its end, and is the draft that it was given."""
+    given = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.corpus_steps=0", "measure=false")
+    again = ("init=pretrained", f"draft.path={run / 'draft'}", "optimizer.lr=0.5", "trainer.clip=0")
+    assert job(place, "again", *given, *again) == 0
+    said = re.search(
+        r"since the start, T=1: acceptance (\S+) -> (\S+), tau at k=4 .* on 2 texts", capsys.readouterr().out
+    )
+    start, end = (json.loads((place / "again" / name).read_text()) for name in ("start.json", "held_out.json"))
+    assert said and (start["1"]["alpha"], end["texts"]["1"]["alpha"]) == pytest.approx(
+        (float(said[1]), float(said[2])), abs=5e-4
+    )
+    assert job(place, "no step", *given, *again, "optimizer.lr=1e-12") == 0
+    still = json.loads((place / "no step" / "held_out.json").read_text())["texts"]["1"]["alpha"]
+    assert abs(still - start["1"]["alpha"]) < 1e-4 < abs(end["texts"]["1"]["alpha"] - start["1"]["alpha"])
 
 
 @pytest.mark.thorough
