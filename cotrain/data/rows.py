@@ -168,7 +168,9 @@ class Reader:
 
 def has_objects(value: Any) -> bool:
     """Return whether the value is a list of objects that are no messages."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and not {"role", "from"} & {*value[0]}
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and not {"role", "from"} & {*value[0]}
+    )
 
 
 def conversation(value: Any) -> list[Message]:
@@ -301,8 +303,8 @@ def nothing_skipped() -> Skipped:
 
 def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
     """Return lines for the user: which columns were read, and as what, how prompts are used, and which rows were left
-    out. rows: the rows that were read. reader: what read them. skipped: the rows left out. total: the number of rows, including
-    skipped ones."""
+    out. rows: the rows that were read. reader: what read them. skipped: the rows left out. total: the number of rows,
+    including skipped ones."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
     lines = [

@@ -195,7 +195,10 @@ def _settings(cfg: TrainConfig) -> None:
             "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone"
         )
     if cfg.policy.k is None:
-        raise UserError("policy.k=null: checkpoints are compared at one draft length: set one, as in policy.k=4")
+        raise UserError(
+            "policy.k=null (num_speculative_tokens in vLLM): checkpoints are compared at one draft length: set one, as "
+            "in policy.k=4"
+        )
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
