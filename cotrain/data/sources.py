@@ -137,9 +137,6 @@ def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     for path in files.values():
         if not path.stat().st_size and extension_of(path):
             raise ValueError(f"data.path: {path} is empty: name a file with rows")
-        with path.open("rb") as file:
-            if file.read(len(POINTER)) == POINTER:
-                raise ValueError(f"data.path: {path} is only a pointer of Git LFS: fetch the file with `git lfs pull`")
     table = next((path for path in files.values() if path.suffix == ".parquet"), None)
     if table and is_rollout(table):
         raise ValueError(
@@ -234,6 +231,9 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
     for name, path in files.items():
         place = name
         try:
+            with path.open("rb") as file:
+                if file.read(len(POINTER)) == POINTER:
+                    raise ValueError("it is only a pointer of Git LFS: fetch the file with `git lfs pull`")
             for number, row in readers.get(extension_of(path) or "", _json)(path):
                 place = f"{name}, {number}"
                 yield place, row

@@ -17,6 +17,7 @@ import pyarrow
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from cotrain.cli import main
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows, TextStarts
 from cotrain.data.sources import sources_of
@@ -24,7 +25,7 @@ from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cotrain.data.test_inputs import given
-from tests.folders import tokenizer
+from tests.folders import target_folder, tokenizer
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<think>", "</think>"]
@@ -256,3 +257,43 @@ def test_a_shape_is_read_as_its_template_renders_it(name: str, tmp_path: Path) -
         )
     }
     assert learnt == {(*whole, *mask[1:]) for _, whole, mask in wanted}
+
+
+def test_objects_over_several_lines_are_all_read(tmp_path: Path) -> None:
+    """As jq prints them."""
+    rows = [{"prompt": f"say {place}", "tags": ["a", "b"]} for place in range(3)]
+    (tmp_path / "own.json").write_text("\n".join(json.dumps(row, indent=2) for row in rows))
+    source = sources_of(given(tmp_path / "own.json"), (ALL_ROWS,), Template(words(TEMPLATE), {}, ()))[ALL_ROWS]
+    assert isinstance(source, PromptRows)
+    assert [row["prompt"] for row in source.rows] == [by_template(says(f"say {n}"), TEMPLATE)[0][0] for n in range(3)]
+
+
+def test_what_columns_are_read_as_is_said(tmp_path: Path) -> None:
+    """Of columns that only some rows have, too; a column that is not read is in none of the parts."""
+    rows = [
+        {"instruction": "a", "input": "b", "output": "c", "id": 1},
+        {"prompt": "d", "answer": "e", "system": "f", "tools": [{"name": "g"}]},
+        {"messages": says("h", "i")},
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(words(TEMPLATE), {}, ()))[ALL_ROWS]
+    assert source.remarks[1] == (
+        "data.path: read as the prompt: instruction, input, prompt; the answer: output, answer; the system turn: "
+        "system; the tools: tools; the conversation: messages"
+    )
+
+
+def test_a_check_shows_the_answers_that_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = target_folder(tmp_path / "target")
+    rows = [{"prompt": f"say {place}", "completion": f"word {place} and more of them"} for place in range(40)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    paths = [f"target.path={target}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'out'}"]
+    few = "check=true init.layers=[0] rollout.texts=20 rollout.held_out_texts=2 measure=false rollout.new_tokens=4"
+    for given_answers in ("true", "false"):
+        assert main(["train", *paths, *few.split(), f"data.on_target={given_answers}"]) == 0
+        said = capsys.readouterr().out.splitlines()
+        shown = [line.partition(": ")[2] for line in said if line.startswith(("prompt  ", "answer  "))]
+        asked = [int(text.strip("'").removeprefix("say ")) for text in shown[:: 1 + (given_answers == "true")]]
+        ids = [tokenizer()(rows[place]["completion"])["input_ids"][:4] for place in asked]
+        assert shown[1::2] == [repr(tokenizer().decode(one)) for one in ids] or given_answers == "false"
+        assert len(asked) == 3 and "data.path: read as the prompt: prompt; the answer: completion" in said
