@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "plain.jsonl.gz": (GOOD, "incorrect header check"),
     "packed.jsonl": (gzip.compress(LONG), "it is not UTF-8 text"),
     "half.json": (json.dumps(ROWS).encode()[:-8], "it is no whole JSON: Unterminated"),
-    "half over lines.json": (json.dumps(ROWS, indent=1).encode()[:-20], "it is no whole JSON: .*line"),
+    "half over lines.json": (json.dumps(ROWS, indent=1).encode()[:-20], r"it is no whole JSON: .*: line \d+ column"),
     "half object.json": (json.dumps({"data": ROWS}).encode()[:-20], "it is no whole JSON: Unterminated"),
     "latin.json": (b'[{"prompt": "caf\xe9"}]', "it is not UTF-8 text"),
     "deep.json": (DEEP, "maximum recursion depth"),
