@@ -34,7 +34,7 @@ COMMANDS = {
     "bench": "measure speculative decoding beside plain decoding",
     "plan": "forecast the speed of drafts at every draft length and batch size",
     "export": "write a draft in the layout that a serving engine loads",
-    "compare": "compare the tau of runs, with confidence intervals",
+    "compare": "compare the tau (acceptance length) of runs, with confidence intervals",
     "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",
     "serve_check": "compare a running server's acceptance with this engine's",
     "generate": "generate text in which drafted tokens are marked",
@@ -99,6 +99,9 @@ def _usage() -> str:
   cotrain NAME --help             the settings of a command, their values and groups
   cotrain NAME --cfg job ...      print the settings and stop
   cotrain NAME -m key=a,b ...     run once for each value
+
+In vLLM's words: policy.k is num_speculative_tokens, the speculative tokens of a round; tau is the acceptance
+length, tokens per target call. A name of another program is answered with the setting's name here.
 A failure shows its traceback with COTRAIN_TRACEBACK=1 in the environment."""
 
 

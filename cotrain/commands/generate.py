@@ -169,7 +169,8 @@ def _engine(cfg: GenerateConfig) -> Engine:
         engine = load(cfg.draft.path, cfg.target.path, device=device(), **settings)
         if cfg.policy.k is not None and engine.proposer and cfg.policy.k > (most := engine.proposer.depths or inf):
             raise UserError(
-                f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} tokens a round: set policy.k={most}"
+                f"policy.k={cfg.policy.k}: {cfg.draft.path} drafts at most {most} speculative tokens a round: set "
+                f"policy.k={most}"
             )
         return engine
     target, tokenizer = load_pair(str(cfg.target.path))

@@ -27,6 +27,8 @@ ALIASES: dict[str, list[str]] = {
     for names, settings in {
         "lr learning_rate": "optimizer.lr",
         "epochs num_epochs num_train_epochs max_steps steps": "trainer.steps",
+        "max_num_seqs": "bench.rows rollout.rows",
+        "method speculative_algorithm": "draft",
         "batch batch_size per_device_train_batch_size": "trainer.batch bench.rows rollout.rows",
         "gradient_accumulation_steps": "trainer.accumulate",
         "warmup_steps warmup_ratio": "optimizer.warmup",
@@ -40,6 +42,7 @@ ALIASES: dict[str, list[str]] = {
         "draft_model assistant_model speculative_model speculative_draft_model_path init.path": "draft.path",
         "dataset dataset_name train_file train_data_path path": "data.path",
         "num_speculative_tokens num_assistant_tokens speculative_num_steps gamma k": "policy.k k bench.depths",
+        "speculative_tokens num_draft_tokens": "policy.k k bench.depths",
         "load_in_4bit load_in_8bit quantization": "quantisation",
         "torch_dtype dtype": "target.dtype",
         "max_tokens max_new_tokens": "max_new_tokens bench.new_tokens new_tokens rollout.new_tokens",
@@ -48,6 +51,7 @@ ALIASES: dict[str, list[str]] = {
     }.items()
     for name in names.split()
 }
+IN_VLLM = dict.fromkeys(("policy.k", "k", "bench.depths"), "num_speculative_tokens")  # in messages about a value
 PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
 

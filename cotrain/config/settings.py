@@ -52,7 +52,7 @@ from cotrain.config.groups import (
     Teacher,
     Trainer,
 )
-from cotrain.config.names import below, unknown
+from cotrain.config.names import IN_VLLM, below, unknown
 from cotrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -404,7 +404,8 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
         kind = path.pop(1)
     key, keys = ".".join(path), keys_of(name, kind)
     value = reduce(lambda values, part: values[part], path, composed)
-    said = f"{key}={'null' if value is None else value}: "
+    also = f" ({IN_VLLM[key]} in vLLM)" if key in IN_VLLM else ""
+    said = f"{key}={'null' if value is None else value}{also}: "
     if first["type"] == "extra_forbidden":
         if kind is None or path[-1] not in OF_KINDS:
             inner = next(iter(value), "") if isinstance(value, dict) else ""  # of a group that the command lacks

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.rows import DataRow, Message
+from inference.request import content_of
 
 EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
 CLOCK = "strftime_now"  # what templates ask for the date
@@ -56,7 +57,8 @@ class Template:
         """Return the messages as text, rendered by the chat template.
 
         tools: definitions of tools, or None. prompt: True to end the text with the tokens that begin the assistant's
-        turn. Raises ValueError if the template fails, renders nothing, or ignores the user's messages.
+        turn. Raises ValueError if the template fails, renders nothing or no valid Unicode, or ignores the user's
+        messages.
         """
         try:
             text = self._rendered(messages, tools, prompt)
@@ -66,6 +68,7 @@ class Template:
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
             raise ValueError("the target's chat template renders no text for this conversation")
+        content_of("the rendered conversation", {"content": text})  # raises ValueError for invalid Unicode
         if self.ignores_user:
             raise ValueError(
                 "the target's chat template renders the same text whatever the user says: correct how it uses "

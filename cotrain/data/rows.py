@@ -5,8 +5,10 @@ A row that cannot be read is skipped with a reason. Every column is either read 
 """
 
 import json
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,18 +27,26 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
 }
-CONVERSATION, PROMPT, INSTRUCTION, TEXT, SOURCE = (
-    ("messages", "conversations"),
+CONVERSATION, PROMPT, INSTRUCTION, TEXT, QUESTION, SOURCE = (
+    ("messages", "conversations", "conversation"),
     "prompt",
     "instruction",
     "text",
+    "question",
     "source",
 )
-COMPLETION = ("completion", "response", "output")
-COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT)  # one of them must be in a row; the first that is there is read
+COMPLETION = ("completion", "response", "output", "answer")
+MEANINGS = {
+    **dict.fromkeys(CONVERSATION, "the conversation"),
+    **dict.fromkeys(COMPLETION, "the answer"),
+    "system": "the system turn",
+    "tools": "the tools",
+}
+COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT, QUESTION)  # the first of them that is in a row is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
 REASONS = 4  # as many are listed
 BLANK = "it holds no text"  # many rows of a corpus are so: they do not stop a run
+WIDTH = 600  # characters of a reason, or of a list of columns, in a message
 
 
 @dataclass(frozen=True)
@@ -91,8 +101,11 @@ class Reader:
     other: str = "name another by data.column="
 
     def row(self, values: Any, place: str = "") -> DataRow:
-        """Return the content of a row. values: the row, which should be a mapping from column to value. place: where
-        the row is, for messages to the user. Raises ValueError, with the reason, if the row must be skipped."""
+        """Return the content of a row. values: the row, which should be a mapping from column to value; or the error
+        for which it could not be read. place: where the row is, for messages to the user. Raises ValueError, with the
+        reason, if the row must be skipped."""
+        if isinstance(values, Exception):
+            raise ValueError(str(values))
         if not isinstance(values, Mapping):
             raise ValueError(
                 "it is no JSON object; a file of plain text, one prompt per line, must end in .txt, and "
@@ -101,7 +114,7 @@ class Reader:
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the file's first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
-        domain = str(left.pop("domain", "own"))
+        domain = _text("domain", str(left.pop("domain", "own")))
         content = self._read(self._column(values, left), left)
         read = tuple(name for name in values if name not in left and not _blank(values[name]) and name != "domain")
         return DataRow(place, read, tuple(left), domain, **content)
@@ -118,8 +131,7 @@ class Reader:
         for name, value in left.items():
             if len(values) == 1 and (between := next((one for one in ";\t|" if one in name), "")):
                 raise ValueError(f"its only column is {name!r}: separate columns by commas, not by {between!r}")
-            objects = isinstance(value, list) and value and isinstance(value[0], Mapping)
-            if objects and not {"role", "from"} & value[0].keys():  # no conversation
+            if has_objects(value):
                 raise ValueError(
                     f"its {name!r} is a list of objects: if these are the rows, write a file of that list alone"
                 )
@@ -135,7 +147,7 @@ class Reader:
             return {"prompt": text}
         if name == INSTRUCTION and "input" in left:
             text += "\n" + _text("input", left.pop("input"))
-        prompt = name in (PROMPT, INSTRUCTION)
+        prompt = name in (PROMPT, INSTRUCTION, QUESTION)
         if self.chat or (self.chat is None and prompt and self.templated):
             return self._conversation([{"role": "user", "content": text}], left)
         if not prompt:
@@ -152,6 +164,13 @@ class Reader:
         if "system" in left and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": _text("system", left.pop("system"))}, *messages]
         return {"messages": tuple(messages), "tools": decoded("tools", left.pop("tools", None))}
+
+
+def has_objects(value: Any) -> bool:
+    """Return whether the value is a list of objects that are no messages."""
+    return (
+        isinstance(value, list) and bool(value) and isinstance(value[0], Mapping) and not {"role", "from"} & {*value[0]}
+    )
 
 
 def conversation(value: Any) -> list[Message]:
@@ -198,7 +217,7 @@ def decoded(who: str, value: Any) -> Any:
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{who}: the text is not JSON: {error.args[0]}") from error
     return None if value in ({}, []) or _blank(value) else value
 
@@ -245,22 +264,28 @@ def _text(name: str, value: Any) -> str:
     return content_of(f"column {name!r}", {"content": value}) or ""
 
 
+def _line(text: str) -> str:
+    """Return the text as one line that can be printed, of at most `WIDTH` characters."""
+    return textwrap.shorten(text.encode(errors="backslashreplace").decode(), WIDTH, placeholder=" ...")
+
+
 @dataclass(frozen=True)
 class Skipped:
-    """Rows or answers that are left out. reasons: their number, keyed by reason. first: the place of the first one,
-    keyed by reason."""
+    """Rows or answers that are left out. reasons: their number, keyed by reason; reasons that differ only in numbers
+    are one. first: the place and the whole reason of the first one, keyed by reason."""
 
     reasons: Counter[str]
     first: dict[str, str]
 
     def add(self, place: str, reason: Exception | str) -> None:
         """Count one more row as left out for this reason. place: where the row is."""
-        self.reasons[str(reason)] += 1
-        self.first.setdefault(str(reason), place)
+        kind = re.sub(r"\d+", "0", str(reason))
+        self.reasons[kind] += 1
+        self.first.setdefault(kind, _line(f"{place}: {reason}"))
 
     def said(self) -> str:
         """Return the reasons as text, the most frequent first, each with its count and the place of its first row."""
-        listed = [f"{count}, the first {self.first[reason]}: {reason}" for reason, count in self.reasons.most_common()]
+        listed = [f"{count}, the first {self.first[reason]}" for reason, count in self.reasons.most_common()]
         return "; ".join(listed[:REASONS] + ["other reasons"] * (len(listed) > REASONS))
 
     def refuse(self, setting: str, total: int) -> None:
@@ -277,9 +302,9 @@ def nothing_skipped() -> Skipped:
 
 
 def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: int) -> list[str]:
-    """Return lines for the user: which columns were read, how prompts are used, and which rows were left out. rows: the
-    rows that were read. reader: what read them. skipped: the rows left out. total: the number of rows, including
-    skipped ones."""
+    """Return lines for the user: which columns were read, and as what, how prompts are used, and which rows were left
+    out. rows: the rows that were read. reader: what read them. skipped: the rows left out. total: the number of rows,
+    including skipped ones."""
     read, unread = (Counter(name for row in rows for name in getattr(row, part)) for part in ("columns", "unread"))
     ignored = f"; not read: {_counted(unread, len(rows))}" * bool(unread)
     lines = [
@@ -290,7 +315,16 @@ def remarks(rows: Sequence[DataRow], reader: Reader, skipped: Skipped, total: in
         lines += [f"data.path: {skipped.reasons.total()} of {total} rows are skipped: {skipped.said()}"]
     repeated = len(rows) - len({row.content for row in rows})
     lines += [f"data.path: {repeated} of {len(rows)} rows are repetitions of others"] * bool(repeated)
-    return lines if reader.encoder else [*lines, _rendered(rows, reader)]
+    return lines if reader.encoder else [*lines, _meanings(rows, read), _rendered(rows, reader)]
+
+
+def _meanings(rows: Sequence[DataRow], read: Collection[str]) -> str:
+    """Return a line for the user: what each column is read as. rows: the rows that were read. read: their columns."""
+    main = "a text, continued from its start" if rows[0].text else "the prompt"
+    columns: dict[str, list[str]] = {}
+    for name in read:
+        columns.setdefault(MEANINGS.get(name, main), []).append(name)
+    return _line("data.path: read as " + "; ".join(f"{one}: {', '.join(columns[one])}" for one in columns))
 
 
 def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
@@ -310,7 +344,7 @@ def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
 def _counted(columns: Mapping[str, int], rows: int) -> str:
     """Return the names of columns as text. A column that is not in all rows is followed by its count. columns: the
     number of rows that have each column. rows: the number of all rows."""
-    return ", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items())
+    return _line(", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items()))
 
 
 def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:

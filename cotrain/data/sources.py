@@ -10,11 +10,11 @@ import glob
 import io
 import json
 import lzma
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +29,43 @@ from cotrain.data.conversations import Template
 from cotrain.data.corpora import embedded, text_pieces
 from cotrain.data.fingerprints import contents, stamps
 from cotrain.data.prompt_rows import PromptRows, Source, TextStarts, prompt_rows, start_token
-from cotrain.data.rows import SOURCE, TEXT, DataRow, Reader, Skipped, nothing_skipped, of_one_kind, remarks
+from cotrain.data.rows import (
+    COLUMNS,
+    SOURCE,
+    TEXT,
+    DataRow,
+    Reader,
+    Skipped,
+    has_objects,
+    nothing_skipped,
+    of_one_kind,
+    remarks,
+)
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
 from inference.drafts.weight_files import CONFIG
 
-LOADERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+LOADERS = {
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
 COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
 SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
+NOT_UTF8 = "it is not UTF-8 text: save the file as UTF-8"
+BLANKS = re.compile(r"\s*")
+POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that Git LFS has not fetched
 UNREADABLE = (
     ValueError,
     OSError,
     EOFError,
     RuntimeError,
+    OverflowError,  # a date of Arrow that Python has not
     csv.Error,
     lzma.LZMAError,
     pyarrow.ArrowException,
@@ -53,7 +76,7 @@ UNREADABLE = (
 def extension_of(path: Path) -> str | None:
     """Return the file extension that selects the loader, such as ".jsonl". The extension of a compression is skipped.
     Return None if no loader reads the file."""
-    ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+    ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
     return ending if ending in LOADERS else None
 
 
@@ -61,7 +84,8 @@ def files_of(path: str) -> dict[str, Path]:
     """Return the local files that data.path names, keyed by their names relative to it. It is empty if `path` may be a
     hub id.
 
-    Raises ValueError for a missing file, a pattern without a match, a folder without data, and a model's folder.
+    Raises ValueError for a missing file, a pattern without a match, a folder without data, a model's folder, and a link
+    to nothing among the files.
     """
     place = Path(path)
     if place.is_dir():
@@ -70,8 +94,8 @@ def files_of(path: str) -> dict[str, Path]:
         saved = any((place / name).is_file() for name in SAVED)
         matching_files = {
             str(file.relative_to(place)): file
-            for file in sorted(place.rglob("*"))
-            if file.is_file() and (saved or extension_of(file)) and not file.name.startswith(".")
+            for file in _present(place.rglob("*"))
+            if (saved or extension_of(file)) and not file.name.startswith(".")
         }
         if not matching_files:
             raise ValueError(
@@ -81,7 +105,7 @@ def files_of(path: str) -> dict[str, Path]:
     if place.is_file():
         return {place.name: place}
     if MAGIC & set(path):
-        matching = {name: Path(name) for name in sorted(glob.glob(path, recursive=True)) if Path(name).is_file()}
+        matching = {str(file): file for file in _present(map(Path, glob.glob(path, recursive=True)))}
         if not matching:
             raise ValueError(f"data.path: no such file, and none that matches: {path}")
         return {name: file for name, file in matching.items() if extension_of(file)} or matching
@@ -90,12 +114,22 @@ def files_of(path: str) -> dict[str, Path]:
     return {}
 
 
+def _present(paths: Iterable[Path]) -> list[Path]:
+    """Return the paths that are files, sorted. Raises ValueError if one with the extension of data is a link to
+    nothing; its rows would be missed in silence."""
+    ordered = sorted(paths)
+    for path in ordered:
+        if extension_of(path) and not path.name.startswith(".") and not path.exists():
+            raise ValueError(f"data.path: {path} is a link to a file that is not there: restore it, or remove the link")
+    return [path for path in ordered if path.is_file()]
+
+
 def read_data(data: Data) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for each row that data.path, data.config and data.split select. With data.streaming, only the
     first data.take rows are read.
 
-    place: where the row is, such as "own.jsonl, line 3". A row is a mapping; a line that is not JSON is yielded as
-    text. Raises ValueError, which names the key to change, if the data are missing or unreadable.
+    The pairs are those of `rows_in`. Raises ValueError, which names the key to change, if the data are missing or
+    unreadable.
     """
     if data.streaming and data.take < 1:
         raise ValueError(f"data.take={data.take}: with data.streaming=true it must be at least 1")
@@ -187,13 +221,29 @@ def _rows(data: Data, files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 
 def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of the files. place: where the row is, such as "own.jsonl, line 3". A row is a
-    mapping; a line that is not JSON is yielded as text. files: path by name; the name becomes part of `place`. Raises
-    the errors in `UNREADABLE`."""
-    readers = {".csv": _csv, ".parquet": _parquet, ".txt": _lines}
+    """Yield (place, row) for each row of the files. files: path by name; the name becomes part of `place`.
+
+    place: where the row is, such as "own.jsonl, line 3". A row is a mapping. A line that is not JSON is yielded as
+    text, and a row that cannot be read as the exception that says why. Raises ValueError, which names the file and the
+    last row before it, if the rest of a file cannot be read.
+    """
+    readers = {".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".txt": _lines}
     for name, path in files.items():
-        for number, row in readers.get(extension_of(path) or "", _json)(name, path):
-            yield f"{name}, {number}", row
+        place = name
+        try:
+            with path.open("rb") as file:
+                if file.read(len(POINTER)) == POINTER:
+                    raise ValueError("it is only a pointer of Git LFS: fetch the file with `git lfs pull`")
+            for number, row in readers.get(extension_of(path) or "", _json)(path):
+                place = f"{name}, {number}"
+                yield place, row
+        except UNREADABLE as error:
+            raise ValueError(f"{'after ' * (place != name)}{place}: {first_line(error)}") from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _bytes(path: Path) -> Any:
@@ -201,58 +251,111 @@ def _bytes(path: Path) -> Any:
     return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
 
 
-def _lines(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for each line that is not blank. place: for example "line 3". A line of a .txt file becomes
-    {TEXT: line}; any other line is read as JSON. name: the file's name for the error message. Raises ValueError for a
-    line that is not UTF-8."""
+    {TEXT: line}; any other line is read as JSON."""
     with _bytes(path) as file:
         for number, line in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{name}, line {number}, is not UTF-8 text: save it as UTF-8") from error
+                text = line.decode("utf-8-sig").rstrip("\r\n")  # files that were joined have marks inside
+            except UnicodeDecodeError:
+                yield f"line {number}", ValueError(NOT_UTF8)
+                continue
             if text.strip():
                 yield f"line {number}", {TEXT: text} if extension_of(path) == ".txt" else _parsed(text)
 
 
-def _json(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (place, row) for each row of a JSON file: a list of objects, one object over several lines, or JSON lines.
-    The file's extension does not matter."""
-    rows = None
+def _json(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) for each row of a JSON file: a list of objects, an object that wraps such a list, objects over
+    several lines, or JSON lines. The file's extension does not matter."""
     with _bytes(path) as file:
         begin = file.read(1024)
         start = begin.removeprefix(codecs.BOM_UTF8).lstrip()
-        if start[:1] == b"[" or start.split(b"\n")[0].strip() == b"{":
-            with suppress(ValueError):  # not UTF-8, or not one value
-                rows = json.loads((begin + file.read()).decode("utf-8-sig"))
-                rows = [rows] if isinstance(rows, dict) else rows
-    if not isinstance(rows, list):
-        yield from _lines(name, path)
-    for number, row in enumerate(rows if isinstance(rows, list) else (), 1):
-        yield f"row {number}", row
+        whole = start[:1] == b"[" or start.split(b"\n")[0].strip() == b"{"
+        values = _values(begin + file.read()) if whole else None
+    if values is None:
+        lines = _lines(path)
+        first = list(islice(lines, 2))
+        values = [row for _, row in first]
+        if len(values) != 1 or _wrapped(values[0]) is None:
+            yield from chain(first, lines)
+            return
+    rows = _wrapped(values[0]) if len(values) == 1 else None
+    yield from ((f"row {number}", row) for number, row in enumerate(values if rows is None else rows, 1))
+
+
+def _values(content: bytes) -> list[Any] | None:
+    """Return the JSON values of a file that begins with a list or with an object over several lines. Return None if it
+    is to be read by lines. Raises ValueError if it is neither."""
+    try:
+        text = content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(NOT_UTF8) from error
+    decoder, values, at = json.JSONDecoder(object_pairs_hook=_object), list[Any](), 0
+    try:
+        while at < len(text):
+            value, at = decoder.raw_decode(text, at)
+            values.append(value)
+            at = BLANKS.match(text, at).end()  # type: ignore[union-attr]
+    except json.JSONDecodeError as error:
+        if isinstance(_parsed(text.partition("\n")[0]), list):
+            return None
+        raise ValueError(f"it is no whole JSON: {error}") from error
+    return values
+
+
+def _wrapped(value: Any) -> list[Any] | None:
+    """Return the rows of a JSON value that is all of a file: a list, or the only list of objects in an object that is
+    no row itself. Return None if there are no such rows."""
+    if not isinstance(value, Mapping) or {*COLUMNS, SOURCE} & value.keys():
+        return value if isinstance(value, list) else None
+    lists = [one for one in value.values() if has_objects(one)]
+    return lists[0] if len(lists) == 1 else None
 
 
 def _parsed(line: str) -> Any:
+    """Return the value of a line of JSON, an exception if the line begins like JSON and cannot be read, or else the
+    line."""
     try:
-        return json.loads(line)
-    except ValueError:
-        return line
+        return json.loads(line, object_pairs_hook=_object)
+    except json.JSONDecodeError as error:
+        said = ValueError(f"it is no whole JSON: {error.msg}, at character {error.pos}")
+        return said if line.lstrip().startswith(("{", "[")) else line
+    except (ValueError, RecursionError) as error:  # a number that is too long, values that are nested too deeply
+        return error
 
 
-def _csv(name: str, path: Path) -> Iterator[tuple[str, Any]]:
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        _refuse_twice([name for name, _ in pairs])
+    return values
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    """Raise ValueError if two columns or keys have the same name; only one of the values would be read."""
+    if len({*names}) < len(names):
+        raise ValueError(f"it has {Counter(names).most_common(1)[0][0]!r} twice: leave one out, or rename it")
+
+
+def _csv(path: Path) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    with io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file)
-        try:
-            for row in rows:
-                yield f"line {rows.line_num}", row
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{name}, after line {rows.line_num}, is not UTF-8 text: save it as UTF-8") from error
+    # bytes that are not UTF-8 are refused in the cells that are read
+    with io.TextIOWrapper(_bytes(path), encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        # strict: otherwise a quote that is not closed takes all rows after it into its cell
+        rows = csv.DictReader(file, delimiter="\t" if extension_of(path) == ".tsv" else ",", strict=True)
+        names = rows.fieldnames or ()
+        _refuse_twice(names)
+        if any("\ud800" <= one <= "\udfff" for one in "".join(names)):
+            raise ValueError(NOT_UTF8)
+        for row in rows:
+            yield f"line {rows.line_num}", row
 
 
-def _parquet(name: str, path: Path) -> Iterator[tuple[str, Any]]:
-    batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-    for number, row in enumerate((row for batch in batches for row in batch.to_pylist()), 1):
+def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
+    file = pyarrow.parquet.ParquetFile(path)
+    _refuse_twice(file.schema_arrow.names)
+    for number, row in enumerate((row for batch in file.iter_batches() for row in batch.to_pylist()), 1):
         yield f"row {number}", {name: _cleaned(value) for name, value in row.items()}
 
 
@@ -296,7 +399,7 @@ def unreadable(data: Data, error: BaseException) -> ValueError:
 
 def _reason(data: Data, error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
-    first = (str(cause or error).strip() or type(error).__name__).splitlines()[0]
+    first = first_line(cause or error)
     if not files_of(str(data.path)):
         return f"there is no such file or folder, and no data set of this name was read from the hub: {first}"
     return first

@@ -195,7 +195,10 @@ def _settings(cfg: TrainConfig) -> None:
             "srun, see docs/distributed.md; set trainer.nodes=1 to use this machine alone"
         )
     if cfg.policy.k is None:
-        raise UserError("policy.k=null: checkpoints are compared at one draft length: set one, as in policy.k=4")
+        raise UserError(
+            "policy.k=null (num_speculative_tokens in vLLM): checkpoints are compared at one draft length: set one, as "
+            "in policy.k=4"
+        )
     refuse_training(cfg)
     refuse_losses(cfg)
     phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
@@ -603,13 +606,25 @@ def fill_prompt_tokens(
 
 def shown(cfg: TrainConfig, source: Source, tokenizer: Tokenizer) -> list[str]:
     """Return one line for each of the first `SHOWN` training prompts, as the target reads them, special tokens
-    included."""
+    included; with data.on_target, also one for the part of its answer that is learnt."""
+    ask = cfg.rollout
+    if isinstance(source, PromptRows):
+        given = ask.new_tokens if cfg.data.on_target else 0
+        rows = source.chosen(SHOWN, ask.prompt_tokens, ask.seed)
+        pairs = [(row["prompt"], row["completion"][:given]) for row in rows]
+    else:
+        pairs = [(prompt, []) for _, prompt in source.prompts(SHOWN, ask.prompt_tokens, ask.seed)]
     lines = []
-    for _, ids in source.prompts(SHOWN, cfg.rollout.prompt_tokens, cfg.rollout.seed)[:SHOWN]:
-        text = str(tokenizer.decode(ids))
-        text = text if len(text) <= 2 * CHARACTERS else f"{text[:CHARACTERS]} ... {text[-CHARACTERS:]}"
-        lines.append(f"prompt        of {len(ids)} tokens, as the target reads it: {text!r}")
+    for prompt, answer in pairs[:SHOWN]:
+        lines.append(f"prompt        of {len(prompt)} tokens, as the target reads it: {_excerpt(tokenizer, prompt)}")
+        if answer:
+            lines.append(f"answer        of {len(answer)} tokens, which are learnt: {_excerpt(tokenizer, answer)}")
     return lines
+
+
+def _excerpt(tokenizer: Tokenizer, ids: list[int]) -> str:
+    text = str(tokenizer.decode(ids))
+    return repr(text if len(text) <= 2 * CHARACTERS else f"{text[:CHARACTERS]} ... {text[-CHARACTERS:]}")
 
 
 def _counts(cfg: TrainConfig, source: Source) -> list[str]:

@@ -62,7 +62,8 @@ def headline(report: Mapping[str, Any]) -> str:
 
 
 FORMULAS = """\
-tau = sum of new tokens / sum of target calls over rows, the token emitted after the accepted ones included
+tau (acceptance length in vLLM) = sum of new tokens / sum of target calls over rows, with the token emitted after the
+  accepted ones
 prefix acceptance at i = rounds that accepted drafts 1..i / rounds that drafted i
 conditional acceptance at i = rounds that accepted draft i / rounds that drafted i and accepted 1..i-1
 speed-up = tokens per wall second / those of the other arm, end tokens ignored so that all arms emit as many"""

@@ -316,7 +316,7 @@ def test_a_policy_is_used_or_refused_by_name(
     for path, settings, message in (
         (other, [f"policy.file={file}"], f"policy: it was fitted to another draft than {other}: give"),
         (mine, [f"policy.file={file}", "policy.k=2"], "set policy.k= .* or policy.file= .* not both"),
-        (mine, ["policy.k=4"], f"policy.k=4: {mine} drafts at most 3 tokens a round"),
+        (mine, ["policy.k=4"], f"policy.k=4: {mine} drafts at most 3 speculative tokens a round"),
         (None, [f"target.path={target}", "policy.k=4"], "policy.k=4: it has no effect without a draft"),
         (
             None,

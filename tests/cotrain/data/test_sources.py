@@ -117,7 +117,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(b"\n".join([(row % "cafe").encode()] * 5 + [row.encode().replace(b"%s", b"caf\xe9")]))
     with pytest.raises(
-        ValueError, match=f"data.path: {tmp_path / name} cannot be read: own.jsonl, line 6, is not UTF-8"
+        ValueError, match="data.path: .*: 1 of 6 rows cannot be read: 1, the first own.jsonl, line 6: it is not UTF-8"
     ):
         source_of(settings(str(tmp_path / name)), "train", tokenizer())
 

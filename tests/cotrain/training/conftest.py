@@ -20,7 +20,7 @@ def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "empty.jsonl").write_text("")
     (folder / "text.jsonl").write_text("no json\n")
     (folder / "file").write_text("")
-    rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] + [b'{"text": "a"}\n'] * 300
+    rows = [b'{"text": "caf\xc3\xa9"}\n'] * 5 + [b'{"text": "caf\xe9"}\n'] * 40 + [b'{"text": "a"}\n'] * 255
     (folder / "latin.jsonl").write_bytes(b"".join(rows))
     (folder / "few.jsonl").write_text("".join(f'{{"text": "{n} is a short text"}}\n' for n in range(20)))
     (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "say {n}"}}\n' for n in range(40)))

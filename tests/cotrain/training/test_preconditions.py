@@ -66,7 +66,8 @@ MISTAKES = {
     "trainer.patience=2 measure=false": "trainer.patience=2: the setting has no effect here",
     "data.split=test": "data.split=test: the setting has no effect here",
     "data.template={enable_thinking:false}": "data.template: the setting has no effect here",
-    "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl cannot be read: latin.jsonl, line 6, is not UTF-8",
+    "data.path=PLACE/latin.jsonl": "data.path: PLACE/latin.jsonl: 40 of 300 rows cannot be read: 40, the first "
+    "latin.jsonl, line 6: it is not UTF-8",
     "trainer.corpus_steps=5": "trainer.corpus_steps=5: it must be at most trainer.steps=4",
     "data.path=PLACE/prompts.jsonl trainer.corpus_steps=1": "data.path: its conversations have no completion",
     "data.block=128 data.path=PLACE/few.jsonl trainer.corpus_steps=1": "data.block=128: 4 texts",
