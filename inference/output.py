@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from inference.logprobs import Logprobs
+
 PHASES = ("prefill", "draft", "target", "verify", "other")
 
 
@@ -121,13 +123,15 @@ class RequestError(RuntimeError, ValueError):
 class Output:
     """The result of `generate` for B prompts. tokens: B lists of new ids: the end token is included, the prompt is not.
     text: B strings, None without a tokenizer. finish: for each prompt "stop", "length" or "error". stats: counts and
-    clocks. errors: for each prompt the message of its error, or None."""
+    clocks. errors: for each prompt the message of its error, or None. logprobs: for each prompt the log-probabilities
+    of its new tokens, None if it did not ask for them."""
 
     tokens: list[list[int]]
     text: list[str] | None
     finish: list[str]
     stats: Stats
     errors: list[str | None] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
         """Return this output if all prompts were completed. Raises RequestError naming the first prompt that ended in
@@ -142,11 +146,12 @@ class Output:
 class Event:
     """The tokens that one row emitted in one round. row: index of the prompt. ids: the token ids. kinds: for each token
     "drafted" (an accepted draft), "corrected" (follows the accepted drafts after a rejected one) or "bonus" (all drafts
-    were accepted, or there were none)."""
+    were accepted, or there were none). logprobs: of these tokens, None if the row did not ask for them."""
 
     row: int
     ids: list[int]
     kinds: list[str]
+    logprobs: Logprobs | None = None
 
 
 class Emitted(NamedTuple):

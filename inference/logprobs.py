@@ -1,0 +1,90 @@
+"""Log-probabilities of emitted tokens under the target, as OpenAI's API gives them.
+
+A rows, D drafts on the longest path of a round, V vocabulary, m likeliest tokens.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.sampling.distributions import wide
+from inference.verify.tree import likeliest
+
+
+class TopLogprob(NamedTuple):
+    """A likely token at some position: its id, and its log-probability (natural logarithm)."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """An emitted token, with the fields of an entry of OpenAI's `logprobs.content`. token: its id. logprob: its
+    log-probability (natural logarithm). top_logprobs: the likeliest tokens at its position, the likeliest first; tokens
+    without mass are left out."""
+
+    token: int
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the target, one entry per emitted token. raw: before the sampling settings, the softmax
+    of the target's logits. processed: after all settings, the distribution that plain decoding draws the token from.
+    The names are those of vLLM's `logprobs_mode`."""
+
+    raw: list[TokenLogprob]
+    processed: list[TokenLogprob]
+
+    def extend(self, other: "Logprobs") -> None:
+        """Append the entries of the tokens that follow."""
+        self.raw.extend(other.raw)
+        self.processed.extend(other.processed)
+
+
+def measured(
+    logits: Tensor, p: Tensor, path: Tensor | None, x: Tensor, accepted: Tensor, last: Tensor, m: int
+) -> Tensor:
+    """Return the log-probabilities of the tokens that a round may emit, (A, 2, 2, D+1, 1+m), float64: raw and
+    processed; for each, ids and their log-probabilities; for each position, the emitted token and the m likeliest.
+
+    logits, p (A, N+1, V): of the target pass, and after the settings; column 0 comes after the anchor, column i + 1
+    after draft i. path (A, D): the accepted nodes of a tree, then -1; None for a chain, whose drafts are all on the
+    path. x (A, D): the drafts on the path. accepted (A, 1): number of accepted drafts. last (A, 1): the token after
+    them. Entries after a row's last token have no meaning.
+    """
+    if path is not None:
+        columns = torch.nn.functional.pad(path.clamp(min=0) + 1, (1, 0)).unsqueeze(-1).expand(-1, -1, p.shape[-1])
+        logits, p = logits.gather(1, columns), p.gather(1, columns)
+    tokens = torch.cat((x, last), 1).scatter(1, accepted, last).clamp(0, p.shape[-1] - 1)  # (A, D+1)
+    parts = [_with_likeliest(scores, tokens, m) for scores in (wide(logits).log_softmax(-1), p.log())]
+    return torch.stack(parts, 1)
+
+
+def _with_likeliest(scores: Tensor, tokens: Tensor, m: int) -> Tensor:
+    """Return ids and scores of the tokens (A, D+1) and of the m likeliest at each position, (A, 2, D+1, 1+m). scores
+    (A, D+1, V)."""
+    ids = tokens.unsqueeze(-1)
+    if m:
+        lowest = torch.finfo(scores.dtype).min  # `likeliest` marks the tokens that it has returned by -inf
+        ids = torch.cat((ids, likeliest(scores.clamp(min=lowest), m)), -1)
+    return torch.stack((ids.double(), scores.gather(-1, ids).double()), 1)
+
+
+def of_row(values: Sequence[Sequence[Sequence[Sequence[float]]]], emitted: int, m: int) -> Logprobs:
+    """Return the log-probabilities of a row's first `emitted` tokens in a round, with at most the m likeliest tokens.
+    values: the row's part of `measured`, as lists on the host."""
+    return Logprobs(
+        *(
+            [_entry(*position, m) for position in zip(ids[:emitted], scores[:emitted], strict=True)]
+            for ids, scores in values
+        )
+    )
+
+
+def _entry(ids: Sequence[float], scores: Sequence[float], m: int) -> TokenLogprob:
+    top = zip(ids[1 : 1 + m], scores[1 : 1 + m], strict=True)
+    return TokenLogprob(int(ids[0]), scores[0], [TopLogprob(int(id), score) for id, score in top if score > -math.inf])
