@@ -25,13 +25,12 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.drafts.bundled_target import resolve
-from inference.logprobs import of_row
 from inference.models.cache import spare_slots
 from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
 from inference.models.pretrained import load_model
 from inference.models.replay import replay_of
-from inference.output import Event, Output, RequestError
+from inference.output import Event, Logprobs, Output, RequestError
 from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Prompt, PromptReader, ends_of, pads_of, single, source_limits, vocabulary_of
@@ -357,7 +356,7 @@ class Engine:
             call.stats.count(row.index, emitted, drafted, min(emitted, n))
             drafts.append((drafted, min(emitted, n)))
             kinds = ["drafted"] * n + ["corrected" if rejected else "bonus"]
-            measured = None if row.top is None else of_row(logprobs[slot], emitted, row.top)
+            measured = None if row.top is None else Logprobs.of_round(logprobs[slot], emitted, row.top)
             if measured:
                 row.logprobs.extend(measured)
             if emitted:

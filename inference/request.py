@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from inference.logprobs import Logprobs
 from inference.models.encoder_decoder import features_shape, longest_source
 from inference.models.pretrained import id_of
+from inference.output import Logprobs
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from inference.logprobs import measured
 from inference.models.replay import Replay
 from inference.proposers.base import Proposal
 from inference.round import DecodingRound
 from inference.sampling.distributions import is_missing, wide
 from inference.trace import COLUMNS, trace
+from inference.verify.logprobs import logprobs
 from inference.verify.tree import usable_lengths
 
 
@@ -32,7 +32,7 @@ class RoundResult(NamedTuple):
     - D drafts: all of a chain, or the accepted path of a tree
     - in a recorded round, the columns of `trace.trace`
 
-    logprobs (A, 2, 2, D+1, 1+m): those of the tokens (`logprobs.measured`), or None if no row asks for them.
+    logprobs (A, 2, 2, D+1, 1+m): those of the tokens (`verify.logprobs`), or None if no row asks for them.
     """
 
     table: Tensor
@@ -88,7 +88,7 @@ def verified(
     result = round_result(p, proposal, verification, last, length, asked)
     if top is not None:
         accepted, token, drafts = result.table[:, :1], result.table[:, 1:2], result.table[:, COLUMNS:]
-        result = result._replace(logprobs=measured(logits, p, result.path, drafts, accepted, token, top))
+        result = result._replace(logprobs=logprobs(logits, p, result.path, drafts, accepted, token, top))
     if not traced:
         return result
     u = None if rule.shared else round.test_noise

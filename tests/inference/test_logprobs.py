@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from inference import Engine, Sampling
-from inference.logprobs import TokenLogprob
 from inference.models.replay import Recorded
+from inference.output import TokenLogprob
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.verify.rules import RULES
@@ -196,7 +196,7 @@ def test_they_cost_no_pass_and_nothing_unless_asked_for(monkeypatch: pytest.Monk
         return count
 
     assert passes(3) == passes(None) > 0
-    monkeypatch.setattr("inference.verification.measured", None)
+    monkeypatch.setattr("inference.verification.logprobs", None)
     passes(None)
 
 
