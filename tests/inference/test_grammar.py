@@ -154,7 +154,7 @@ def test_a_matcher_that_rolls_back_gives_the_same_text(
     monkeypatch.setitem(
         sys.modules,
         "xgrammar",
-        SimpleNamespace(  # type: ignore[arg-type]
+        SimpleNamespace(
             allocate_token_bitmask=lambda rows, V: torch.zeros(rows, V, dtype=torch.bool),
             apply_token_bitmask_inplace=lambda logits, mask: logits.masked_fill_(~mask, -torch.inf),
         ),

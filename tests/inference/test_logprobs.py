@@ -122,18 +122,25 @@ def test_a_padded_vocabulary_has_no_mass_past_its_tokens() -> None:
 
 @pytest.mark.parametrize("shape", [None, SHAPE], ids=["chain", "tree"])
 def test_of_recorded_rounds_on_a_device(shape: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their results are overwritten by the next pass. No row has processors, since such rounds are not recorded."""
+    """Their results are overwritten by the next pass. No row has processors, since such rounds are not recorded; the
+    first four ask for nothing, so that rounds without log-probabilities are recorded too."""
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    rows, recorded = slice(1, 11, 2), []  # all with `PLAIN`
+    rows, recorded = slice(1, 15, 2), []  # all with `PLAIN`
+    tops = [(0, 3, 32)[i % 3] if i > 8 else None for i in range(len(MIXED))]
     record = Recorded._record
-    monkeypatch.setattr(Recorded, "_record", lambda self, key, *rest: recorded.append(key) or record(self, key, *rest))
+
+    def noted(self: Recorded, key: Any, *rest: Any) -> None:
+        recorded.append(key[0])
+        record(self, key, *rest)
+
+    monkeypatch.setattr(Recorded, "_record", noted)
     with standin.device():
         model = tiny(seed=2).to("cuda")
         model.generation_config.eos_token_id = ENDS
         proposer = Independent(near(model, 0.15), shape=shape)
-        out = decoded(proposer, "tree", model=model, rows=rows, compile=True)
-    require_targets(out, rows=rows)
-    assert any(key[0][0] == "verify" for key in recorded if isinstance(key[0], tuple))
+        out = decoded(proposer, "tree", tops, model, rows, compile=True)
+    require_targets(out, tops, rows=rows)
+    assert {name[2] for name in recorded if name[0] == "verify"} >= {None, 32}
 
 
 def test_of_a_stream_they_come_with_its_events() -> None:
