@@ -163,11 +163,9 @@ class Engine:
                 pass
         texts = [str(self.tokenizer.decode(row.shown)) for row in call.rows] if self.tokenizer else None
         finish = [row.finish or "length" for row in call.rows]
-        errors, measured = (
-            [row.error for row in call.rows],
-            [row.logprobs if row.top is not None else None for row in call.rows],
-        )
-        return Output([row.new for row in call.rows], texts, finish, call.stats, errors, measured)
+        errors = [row.error for row in call.rows]
+        logprobs_of = [None if row.top is None else row.logprobs for row in call.rows]
+        return Output([row.new for row in call.rows], texts, finish, call.stats, errors, logprobs_of)
 
     def stream(
         self,
