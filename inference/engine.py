@@ -30,7 +30,7 @@ from inference.models.lm import LM
 from inference.models.passes import ALONE, Pass, States
 from inference.models.pretrained import load_model
 from inference.models.replay import replay_of
-from inference.output import Event, Output, RequestError
+from inference.output import Event, Logprobs, Output, RequestError
 from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Prompt, PromptReader, ends_of, pads_of, single, source_limits, vocabulary_of
@@ -130,6 +130,7 @@ class Engine:
         seed: int = 0,
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        logprobs: int | None | Sequence[int | None] = None,
     ) -> Output:
         """Continue every prompt, and return the new tokens and texts.
 
@@ -149,16 +150,22 @@ class Engine:
         differ, but has the same probabilities. ignore_eos: whether the target's end tokens do not end a row; stop
         strings, stop_ids and lengths still do. `Output.tokens` contains a row's end token, `Output.text` does not.
 
+        logprobs: how many of the likeliest tokens `Output.logprobs` has at the position of each new token, beside the
+        token's own log-probability under the target, before and after the settings; None for none of it. One value, or
+        one per prompt. They come from the passes that verify the drafts, and equal those of plain decoding.
+
         Raises ValueError before decoding starts: if a prompt has another type, is empty or fills the context; if ids in
         a prompt or in the settings lie outside the vocabulary; or if a list does not have one entry per prompt.
         """
         with ALONE:
-            call = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos)
+            call = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos, logprobs)
             for _ in self.rounds(call):
                 pass
         texts = [str(self.tokenizer.decode(row.shown)) for row in call.rows] if self.tokenizer else None
         finish = [row.finish or "length" for row in call.rows]
-        return Output([row.new for row in call.rows], texts, finish, call.stats, [row.error for row in call.rows])
+        errors = [row.error for row in call.rows]
+        logprobs_of = [None if row.top is None else row.logprobs for row in call.rows]
+        return Output([row.new for row in call.rows], texts, finish, call.stats, errors, logprobs_of)
 
     def stream(
         self,
@@ -169,6 +176,7 @@ class Engine:
         seed: int = 0,
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        logprobs: int | None = None,
     ) -> Iterator[Event]:
         """Yield the events of one prompt, as each round ends. prompt: one text, list of ids or chat. The other
         arguments have the meaning that they have in `generate`, for this one prompt.
@@ -176,7 +184,7 @@ class Engine:
         Raises ValueError as `generate` does. Raises RuntimeError if a later call has taken the stream's slots or
         proposer. Raises RequestError, after the events so far, if the row ends with an error.
         """
-        call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos)
+        call = self.begin(single(prompt), max_new_tokens, sampling, seed, ids, ignore_eos, logprobs)
         for events in self.rounds(call):
             yield from events
         if call.rows[0].error:
@@ -196,6 +204,7 @@ class Engine:
         seed: int = 0,
         ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
+        logprobs: int | None | Sequence[int | None] = None,
     ) -> Call:
         """Start a call, and return it; `rounds` then decodes it. The call takes over the slots, so an earlier call
         cannot continue. All arguments have the meaning that they have in `generate`.
@@ -212,7 +221,7 @@ class Engine:
                 )
             if self.target.stale:
                 self._open()
-            rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos)
+            rows = self.reader.requests(prompts, max_new_tokens, sampling, ids, ignore_eos, logprobs)
             if self.record:
                 self.record.begin(self.rule.name, rows)
             call = self.slots.begin(rows, self.proposer, seed)
@@ -247,7 +256,8 @@ class Engine:
         with call.stats.clock("target"):
             logits, states = self.target_pass(round, proposal)
         with call.stats.clock("verify"):
-            result = verify(self.replay, round, logits, proposal, round.length(proposal.k), traced)
+            top = max((row.top for row in call.active if row.top is not None), default=None)
+            result = verify(self.replay, round, logits, proposal, round.length(proposal.k), traced, top)
             states = self.rollback(round, states, result.path)
             table = result.table.tolist()  # the one read from the device
         with call.stats.clock("other"):
@@ -332,6 +342,7 @@ class Engine:
         """
         events, valid, drafts = [], [], []
         lines = zip(call.active, table, strict=True)
+        logprobs: Any = None if result.logprobs is None else result.logprobs.tolist()
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
             row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
@@ -343,8 +354,11 @@ class Engine:
             call.stats.count(row.index, emitted, drafted, min(emitted, n))
             drafts.append((drafted, min(emitted, n)))
             kinds = ["drafted"] * n + ["corrected" if rejected else "bonus"]
+            measured = None if row.top is None else Logprobs.of_round(logprobs[slot], emitted, row.top)
+            if measured:
+                row.logprobs.extend(measured)
             if emitted:
-                events.append(Event(row.index, row.text[before:], kinds[:emitted]))
+                events.append(Event(row.index, row.text[before:], kinds[:emitted], measured))
             valid.append(0 if row.finish and row.stained else before + n)
         if call.decisions:
             call.decisions.close(drafts)

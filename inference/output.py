@@ -1,5 +1,6 @@
 """The results of an engine: whole texts with counts and clocks, or events as rounds end."""
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,17 +118,64 @@ class RequestError(RuntimeError, ValueError):
     """A prompt ended in an error, and the caller needs complete texts (`Output.whole`, `Engine.stream`)."""
 
 
+class TopLogprob(NamedTuple):
+    """A likely token at some position: its id, and its log-probability (natural logarithm)."""
+
+    token: int
+    logprob: float
+
+
+class TokenLogprob(NamedTuple):
+    """An emitted token, with the fields of an entry of OpenAI's `logprobs.content`. token: its id. logprob: its
+    log-probability (natural logarithm). top_logprobs: the likeliest tokens at its position, the likeliest first; tokens
+    without mass are left out."""
+
+    token: int
+    logprob: float
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the target, one entry per emitted token. raw: before the sampling settings, the softmax
+    of the target's logits. processed: after all settings, the distribution that plain decoding draws the token from.
+    The names are those of vLLM's `logprobs_mode`."""
+
+    raw: list[TokenLogprob]
+    processed: list[TokenLogprob]
+
+    def extend(self, other: "Logprobs") -> None:
+        """Append the entries of the tokens that follow."""
+        self.raw.extend(other.raw)
+        self.processed.extend(other.processed)
+
+    @classmethod
+    def of_round(cls, values: Sequence[Sequence[Sequence[Sequence[float]]]], emitted: int, m: int) -> "Logprobs":
+        """Return those of a row's first `emitted` tokens in a round, with at most the m likeliest tokens. values: the
+        row's part of the result of `verify.logprobs.logprobs`, as lists on the host."""
+        parts = (
+            [_entry(*one, m) for one in zip(ids[:emitted], scores[:emitted], strict=True)] for ids, scores in values
+        )
+        return cls(*parts)
+
+
+def _entry(ids: Sequence[float], scores: Sequence[float], m: int) -> TokenLogprob:
+    top = zip(ids[1 : 1 + m], scores[1 : 1 + m], strict=True)
+    return TokenLogprob(int(ids[0]), scores[0], [TopLogprob(int(id), score) for id, score in top if score > -math.inf])
+
+
 @dataclass
 class Output:
     """The result of `generate` for B prompts. tokens: B lists of new ids: the end token is included, the prompt is not.
     text: B strings, None without a tokenizer. finish: for each prompt "stop", "length" or "error". stats: counts and
-    clocks. errors: for each prompt the message of its error, or None."""
+    clocks. errors: for each prompt the message of its error, or None. logprobs: for each prompt the log-probabilities
+    of its new tokens, None if it did not ask for them."""
 
     tokens: list[list[int]]
     text: list[str] | None
     finish: list[str]
     stats: Stats
     errors: list[str | None] = field(default_factory=list)
+    logprobs: list[Logprobs | None] = field(default_factory=list)
 
     def whole(self) -> "Output":
         """Return this output if all prompts were completed. Raises RequestError naming the first prompt that ended in
@@ -142,11 +190,12 @@ class Output:
 class Event:
     """The tokens that one row emitted in one round. row: index of the prompt. ids: the token ids. kinds: for each token
     "drafted" (an accepted draft), "corrected" (follows the accepted drafts after a rejected one) or "bonus" (all drafts
-    were accepted, or there were none)."""
+    were accepted, or there were none). logprobs: of these tokens, None if the row did not ask for them."""
 
     row: int
     ids: list[int]
     kinds: list[str]
+    logprobs: Logprobs | None = None
 
 
 class Emitted(NamedTuple):

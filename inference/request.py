@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inference.models.encoder_decoder import features_shape, longest_source
 from inference.models.pretrained import id_of
+from inference.output import Logprobs
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
 from inference.sampling.parameters import is_whole
@@ -34,7 +35,9 @@ class Request:
     index: index of the prompt in the call. id: key of the row's random numbers. limit: the largest number of new
     tokens. ends: token ids that end the row. finish: "stop", "length" or "error" once the row has ended. error: the
     message of the error. alone: whether the row is decoded without drafts from now on. stained: whether the row's keys
-    and values may contain NaN. prompt: number of tokens of the prompt.
+    and values may contain NaN. top: number of likeliest tokens to report at each position beside the emitted one, None
+    for no log-probabilities. prompt: number of tokens of the prompt. logprobs: of the new tokens so far, if `top` is
+    not None.
     """
 
     index: int
@@ -48,7 +51,9 @@ class Request:
     error: str | None = None
     alone: bool = False
     stained: bool = False
+    top: int | None = None
     prompt: int = field(init=False)  # its length
+    logprobs: Logprobs = field(init=False, default_factory=lambda: Logprobs([], []))
 
     def __post_init__(self) -> None:
         self.prompt = len(self.text)
@@ -161,27 +166,34 @@ class PromptReader:
         sampling: Sampling | Sequence[Sampling],
         ids: Sequence[int] | None,
         ignore_eos: bool,
+        logprobs: int | None | Sequence[int | None] = None,
     ) -> list[Request]:
         """Return one request per prompt. limits: the largest number of new tokens, one value or one per prompt;
         shortened to the target's context. sampling: one setting, or one per prompt. ids: one key of random numbers per
         prompt, from -2**63 to 2**63 - 1; None to hash the prompts. ignore_eos: True to continue past the target's end
-        tokens.
+        tokens. logprobs: number of likeliest tokens to report at each position, one value or one per prompt.
 
         Raises ValueError for a prompt or source that is empty, too long or of a wrong type or shape; for token ids
-        outside the vocabulary; for wrong limits, settings or keys; for stop strings without a tokenizer; or if a list
-        does not have one entry per prompt.
+        outside the vocabulary; for wrong limits, settings, keys or numbers of log-probabilities; for stop strings
+        without a tokenizer; or if a list does not have one entry per prompt.
         """
         texts = self.texts(prompts)
         limits = _each("max_new_tokens", limits, len(texts))
         regimes = _each("sampling", sampling, len(texts))
         keys = _each("ids", row_ids(texts) if ids is None else ids, len(texts))
+        tops = _each("logprobs", logprobs, len(texts))
         ends = frozenset() if ignore_eos else self.ends
         rows = []
-        for index, (text, limit, regime, key) in enumerate(zip(texts, limits, regimes, keys, strict=True)):
+        for index, (text, limit, regime, key, top) in enumerate(zip(texts, limits, regimes, keys, tops, strict=True)):
             self._validate(f"prompt {index}", text, limit, regime, key)
+            if top is not None and not is_whole(top, 0, self.target.vocabulary + 1):
+                raise ValueError(
+                    f"prompt {index}: logprobs must be None, or a number of likeliest tokens from 0 to "
+                    f"{self.target.vocabulary}, not {top!r}"
+                )
             limit = min(limit, self.target.context - len(text))
             stops = ends | frozenset(regime.stop_ids)
-            rows.append(Request(index, key, text, limit, regime, stops, self.tokenizer))
+            rows.append(Request(index, key, text, limit, regime, stops, self.tokenizer, top=top))
         return rows
 
     def _validate(self, who: str, text: list[int], limit: Any, sampling: Any, key: Any) -> None:

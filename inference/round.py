@@ -119,6 +119,7 @@ class DecodingRound:
         self.texts = [row.text for row in rows]
         self.ids, self.starts = [row.id for row in rows], [row.emitted for row in rows]
         self.messages: dict[int, str] = {}  # by row: the first error of the row's processors
+        self.results: dict[tuple[int, ...], Tensor | None] = {}  # of the processors, by row and drafts
         self.exhausted: set[int] = set()  # rows whose processors left no token to draft
         self.sent: dict[str, Tensor] = {}
         self.lengths: list[int] = []  # of the drafts, as they were sent
@@ -222,7 +223,7 @@ class DecodingRound:
         scores = penalties.apply(logits, x, first, sent["tails"], sent["start"])
         if not self.batch.own:
             return scores
-        return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages)
+        return apply_processors(scores, self.rows, self.batch.own, x, k, first, self.messages, self.results)
 
     def _penalised_tree(self, logits: Tensor, x: Tensor, k: list[int], tree: Tree) -> Tensor:
         """Apply the settings that read the text to logits (A, N+1, V) after the anchor (column 0) and after each node i

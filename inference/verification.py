@@ -14,7 +14,8 @@ from inference.models.replay import Replay
 from inference.proposers.base import Proposal
 from inference.round import DecodingRound
 from inference.sampling.distributions import is_missing, wide
-from inference.trace import trace
+from inference.trace import COLUMNS, trace
+from inference.verify.logprobs import logprobs
 from inference.verify.tree import usable_lengths
 
 
@@ -30,42 +31,54 @@ class RoundResult(NamedTuple):
     - 1 if a draft was rejected after the accepted ones
     - D drafts: all of a chain, or the accepted path of a tree
     - in a recorded round, the columns of `trace.trace`
+
+    logprobs (A, 2, 2, D+1, 1+m): those of the tokens (`verify.logprobs`), or None if no row asks for them.
     """
 
     table: Tensor
     path: Tensor | None = None
+    logprobs: Tensor | None = None
 
 
 def verify(
-    replay: Replay, round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
+    replay: Replay,
+    round: DecodingRound,
+    logits: Tensor,
+    proposal: Proposal,
+    asked: Tensor,
+    traced: bool = False,
+    top: int | None = None,
 ) -> RoundResult:
     """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, compiled, or
     directly.
 
     logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
     after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
-    the table. proposal: the drafts, N per row.
+    the table. top: number of likeliest tokens in the result's `logprobs`, None for no `logprobs`. proposal: the drafts,
+    N per row.
     """
     tree, k, given = proposal.tree, proposal.k, {"logits": logits, "x": proposal.x, "length": asked}
     given |= {} if proposal.q is None else {"q": proposal.q}
 
     def run(round: DecodingRound, given: Mapping[str, Any], _: int) -> RoundResult:
-        return verified(round, given["logits"], Proposal(given["x"], given.get("q"), k, tree), given["length"], traced)
+        drafts = Proposal(given["x"], given.get("q"), k, tree)
+        return verified(round, given["logits"], drafts, given["length"], traced, top)
 
-    name = "verify", traced, None if tree is None else tree.shape
+    name = "verify", traced, top, None if tree is None else tree.shape
     result: RoundResult = replay.of_round(round, name, given, run, reads={"tree": tree})
     return result
 
 
 def verified(
-    round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor, traced: bool = False
+    round: DecodingRound,
+    logits: Tensor,
+    proposal: Proposal,
+    asked: Tensor,
+    traced: bool = False,
+    top: int | None = None,
 ) -> RoundResult:
-    """Verify the drafts of a round by tensor operations only, and return the result.
-
-    logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
-    after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to
-    the table. proposal: the drafts, N per row.
-    """
+    """Verify the drafts of a round by tensor operations only, and return the result. The arguments are those of
+    `verify`."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
@@ -73,6 +86,9 @@ def verified(
     verification = rule.verify(p, q, x, round.test_noise, length, **shape)
     last = round.last(verification.probs)
     result = round_result(p, proposal, verification, last, length, asked)
+    if top is not None:
+        accepted, token, drafts = result.table[:, :1], result.table[:, 1:2], result.table[:, COLUMNS:]
+        result = result._replace(logprobs=logprobs(logits, p, result.path, drafts, accepted, token, top))
     if not traced:
         return result
     u = None if rule.shared else round.test_noise

@@ -49,8 +49,9 @@ class Sampling:
     so far, without the prompt. logit_bias: token id -> number added to its logit. banned: sequences of token ids that
     must never occur in full. banned_first: token ids that must not be the first new token. min_new_tokens: the least
     number of new tokens before an end token. stop: strings that end the text. stop_ids: token ids that end the text.
-    processors: functions (ids (1, T), logits (1, V)) -> logits (1, V), like transformers' LogitsProcessor; the result
-    must depend only on these arguments.
+    processors: functions (ids (1, T), logits (1, V)) -> logits (1, V), like transformers' LogitsProcessor. The
+    result must depend only on these arguments: the ids contain drafts, and those of the next call may lack some of
+    them. A grammar that keeps a state rolls it back then (docs/examples/json_grammar.py).
 
     Raises ValueError naming a wrong field and its value.
     """

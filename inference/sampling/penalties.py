@@ -352,10 +352,12 @@ def apply_processors(
     k: Sequence[int],
     first: int,
     messages: dict[int, str],
+    results: dict[tuple[int, ...], Tensor | None],
 ) -> Tensor:
     """Return a new tensor of logits (A, n, V) after the users' processors. own: indices of the rows that have
     processors. Column i comes after the text and the first `first + i` drafts of x (A, K). k: number of drafts of each
-    row.
+    row. results: the newest logits (V,) of this round by row and drafts, None after a draft without mass; changed in
+    place.
 
     A processor is not called on a text that cannot occur: past a row's k, after an end token, or after a draft without
     mass. If a processor raises, its error is stored in `messages` by row, in place, and every token at that position
@@ -367,17 +369,20 @@ def apply_processors(
             draft = drafts[a][: first + i]
             if len(draft) > k[a] or not rows[a].ends.isdisjoint(draft):
                 break
-            if i and not bool(logits[a, i - 1, draft[-1]] > -math.inf):
-                break
-            if not _apply(logits[a, i : i + 1], rows[a], draft, a, messages):
-                break
+            if draft and (a, *draft[:-1]) in results:
+                before = results[a, *draft[:-1]]
+                if before is None or not bool(before[draft[-1]] > -math.inf):
+                    results[a, *draft] = None
+                    break
+            _apply(logits[a, i : i + 1], rows[a], draft, a, messages)
+            results[a, *draft] = logits[a, i]
     return logits
 
 
-def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> bool:
+def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> None:
     """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
-    before the position. a: the row's index. Return False if a processor raised; its message is then added to `messages`
-    by the row's index, unless the row already has one, and every token gets -inf."""
+    before the position. a: the row's index. If a processor raises, its message is added to `messages` by the row's
+    index, unless the row already has one, and every token gets -inf."""
     ids = torch.tensor([row.text + draft], dtype=torch.int64, device=scores_here.device)
     scores = scores_here.clone()
     try:
@@ -387,5 +392,3 @@ def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: di
     except Exception as error:  # an error in a user's code ends only the row that it belongs to
         messages.setdefault(a, f"Sampling.processors: {type(error).__name__}: {error}")
         scores_here.fill_(-math.inf)
-        return False
-    return True

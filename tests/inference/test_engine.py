@@ -182,8 +182,8 @@ STREAM_ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def test_a_stream_passes_on_all_that_it_is_given() -> None:
-    """Each argument changes the text, and to that of `generate`."""
-    assert {*inspect.signature(Engine.stream).parameters} - {"self", "prompt"} == {*STREAM_ARGUMENTS}
+    """Each argument changes the text, and to that of `generate`; but for logprobs, which `test_logprobs` asks for."""
+    assert {*inspect.signature(Engine.stream).parameters} - {"self", "prompt", "logprobs"} == {*STREAM_ARGUMENTS}
     engine = Engine(tiny(eos=13), Independent(near(tiny(layers=1))), policy=Fixed(2), rows=1)
 
     def streamed(**settings: Any) -> list[int]:

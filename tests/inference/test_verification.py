@@ -63,7 +63,7 @@ def test_the_result_of_a_round_is_that_of_each_row(shape: str) -> None:
     tree = None if SHAPES[shape] is None else Tree(parents)
     verification = TreeVerification(accepted, path, p[:, 0]) if tree else Verification(accepted, p[:, 0])
     proposal = Proposal(x, None, asked, tree)
-    table, path_out = round_result(p, proposal, verification, last, torch.tensor(length), torch.tensor(asked))
+    table, path_out, _ = round_result(p, proposal, verification, last, torch.tensor(length), torch.tensor(asked))
     assert (path_out is None) == (tree is None) and table.shape == (A, COLUMNS + (depth if tree else N))
     for a in range(A):
         nodes = [path_to(node, parents) for node in range(length[a])]
