@@ -21,6 +21,7 @@ from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
 from inference.drafts.weight_files import CONFIG, WEIGHTS
 from inference.models.pretrained import load_model
 from inference.proposers.heads import MedusaNetwork
+from inference.proposers.published import MEDUSA
 
 SCALES = ("final_logit_softcapping", "logit_scale")  # keys of configs that change logits after the head
 VERSIONS = "vllm>=0.28,<=0.32"
@@ -120,7 +121,7 @@ def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
-            named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
+            named |= {MEDUSA.format(i, j, name): block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
         raise ValueError(
             f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of its head: use cotrain generate"

@@ -11,6 +11,7 @@ B texts, T tokens, V vocabulary, D width of the draft's states.
 """
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +32,7 @@ from transformers import (
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned
+from cotrain.ranks import rank
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
 from inference import proposers
@@ -51,6 +53,7 @@ from inference.models.pretrained import (
 )
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
+from inference.proposers.published import Published, imported, published
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
 Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
@@ -464,8 +467,24 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
         raise ValueError(f"{where}: no such folder: with init=pretrained name the folder of a {student.kind} draft")
-    network = _load(student, kind.network_class, Path(path), target.device)
+    if layout := published(Path(path)):
+        network = published_network(layout, target)
+    else:
+        network = _load(student, kind.network_class, Path(path), target.device)
     kind.fits(network, target, where)
+    return network
+
+
+def published_network(layout: Published, target: PreTrainedModel) -> PreTrainedModel:
+    """Return the network of draft.path=, a folder in a published layout, in float32. If the target is on the meta
+    device, the network is too, and a line is printed that says what the folder is. Raises ValueError, which names
+    draft.path, for what our network cannot compute and for missing or wrong files."""
+    try:
+        network, line = imported(layout, target, torch.float32)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"draft.path: {error}") from error
+    if target.device.type == "meta" and not rank():
+        print(f"draft.path: {line}", file=sys.stderr)
     return network
 
 
@@ -475,13 +494,15 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     path = draft.path
     if not path:
         raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name one with draft.path=")
-    metadata = read(path).metadata if Path(path).is_dir() else None
     kinds = (student.kind, *student.begins_with)
-    if metadata is not None and metadata.kind not in kinds:
-        raise ValueError(
-            f"draft.path={path}: a draft of kind {metadata.kind}, but draft={student.kind} can only begin with one of "
-            f"kind {', '.join(kinds)}: name such a folder, or set draft={metadata.kind}"
-        )
+    if Path(path).is_dir():
+        folder = read(path)
+        told = folder.metadata is not None or published(folder.path) is not None
+        if told and folder.kind not in kinds:
+            raise ValueError(
+                f"draft.path={path}: a draft of kind {folder.kind}, but draft={student.kind} can only begin with one "
+                f"of kind {', '.join(kinds)}: name such a folder, or set draft={folder.kind}"
+            )
     return path
 
 

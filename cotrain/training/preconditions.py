@@ -46,13 +46,14 @@ from cotrain.training.optim import precision
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
-from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
+from inference.drafts.draft_folder import GENERATION, Metadata, load_tokenizer, other_weights, read
 from inference.drafts.weight_files import building, refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import auto_class, layers_of, longest_text, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
+from inference.proposers.published import published
 from inference.proposers.retrieval import Retrieval
 from inference.servers.openai_client import Client
 
@@ -483,9 +484,12 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
     """Check the model draft.path=, if the run reads it: it must have weights and the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
-        own = load_words(path, key="draft.path")
-        _weights("draft.path", Path(path))
-        same_tokenizer(path, tokenizer, own)
+        if not Path(path).is_dir() or published(Path(path)) is None:
+            own = load_words(path, key="draft.path")
+            _weights("draft.path", Path(path))
+            same_tokenizer(path, tokenizer, own)
+        elif words := load_tokenizer(Path(path)):  # published drafts often have none
+            same_tokenizer(path, tokenizer, words)
         say_other_weights(path, read(path).metadata, cfg.target.path, cfg.target.adapter)
 
 
