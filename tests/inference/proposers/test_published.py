@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
 from cotrain.export.eagle3 import export
+from cotrain.export.medusa_layout import medusa_tensors
 from cotrain.students.base import Seen, student_class
 from inference import load
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
@@ -305,3 +306,200 @@ def test_other_layouts_and_code_in_pickles_are_refused(tmp_path: Path, target: L
         load_draft(safeailab(tmp_path / "draft", target)[0], network=kind_of("eagle").network_class)
     with pytest.raises(ValueError, match="kind 'eagle' has weights of EagleNetwork, not a causal language model"):
         load_draft(tmp_path / "draft")
+
+
+MASK, IDS_OF_LAYERS, SIZE = 5, [0, 3, 5], 4
+BLOCK = SHAPE | {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_target_layers": 8,
+    "block_size": SIZE,
+    "rope_theta": 8000.0,
+    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": IDS_OF_LAYERS},
+}
+
+
+def block_tensors() -> dict[str, Tensor]:
+    layers = layer("layers.0.", H, normed=True) | layer("layers.1.", H, normed=True)
+    return {"fc.weight": drawn(H, 3 * H), "hidden_norm.weight": 1 + drawn(H), "norm.weight": 1 + drawn(H)} | layers
+
+
+def dflash(path: Path) -> tuple[Path, dict[str, Any]]:
+    """As its authors publish it: no head, no embedding, and the embedding of the mask token is the target's."""
+    tensors = block_tensors()
+    return put(path, BLOCK, tensors), {"tensors": tensors, "causal": False}
+
+
+def causal(path: Path) -> tuple[Path, dict[str, Any]]:
+    """Of fewer tokens, with an embedding of the mask in a file of vLLM's."""
+    tensors, mask, table = block_tensors() | {"lm_head.weight": drawn(VD, H)}, drawn(H), PRUNED - torch.arange(VD)
+    config = BLOCK | {"draft_vocab_size": VD, "dflash_config": BLOCK["dflash_config"] | {"causal": True}}
+    put(path, config, tensors | {"d2t": table})
+    torch.save({"mask_token_id": MASK, "embedding": mask}, path / "mask_embedding.pt")
+    return path, {"tensors": tensors, "causal": True, "mask": mask}
+
+
+def dspark(path: Path) -> tuple[Path, dict[str, Any]]:
+    """With a Markov head and a confidence head, which nothing here reads."""
+    markov = {"markov_head.markov_w1.weight": drawn(V, 3), "markov_head.markov_w2.weight": drawn(V, 3)}
+    tensors, unused = block_tensors() | markov, {"confidence_head.proj.weight": drawn(1, H)}
+    facts = BLOCK["dflash_config"] | {"projector_type": "dspark", "markov_rank": 3, "sample_from_anchor": False}
+    put(path, BLOCK | {"architectures": ["DSparkDraftModel"], "dflash_config": facts}, tensors | unused)
+    return path, {"tensors": tensors, "causal": False}
+
+
+BLOCKS = [dflash, causal, dspark]
+
+
+def block_logits(facts: dict[str, Any], target: LlamaForCausalLM, states: Tensor, ids: Tensor) -> Tensor:
+    """The logits of a block: states (n, 3H) of the tokens read, ids (T,), of which number n is the anchor."""
+    tensors, n = facts["tensors"], len(states)
+    embedding = target.get_input_embeddings().weight
+    context = rms(states @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    x = torch.stack([embedding[ids[n]], *[facts.get("mask", embedding[MASK])] * (SIZE - 1)])
+    places, theta = torch.arange(n + SIZE), BLOCK["rope_theta"]
+    mask = torch.ones(SIZE, n + SIZE, dtype=torch.bool)
+    if facts["causal"]:
+        mask = mask.tril(n)
+    for number in range(2):
+
+        def named(name: str, number: int = number) -> Tensor:
+            tensor: Tensor = tensors[f"layers.{number}.{name}.weight"]
+            return tensor
+
+        read = rms(x, named("input_layernorm"))
+        both = torch.cat((context, read))
+        q = rms((read @ named("self_attn.q_proj").T).unflatten(-1, (-1, D)), named("self_attn.q_norm"))
+        k = rms((both @ named("self_attn.k_proj").T).unflatten(-1, (-1, D)), named("self_attn.k_norm"))
+        v = (both @ named("self_attn.v_proj").T).unflatten(-1, (-1, D))
+        mixed = attended(turned(q, places[n:], theta), turned(k, places, theta), v, mask)
+        x = x + mixed @ named("self_attn.o_proj").T
+        x = x + gated(rms(x, named("post_attention_layernorm")), named)
+    head = tensors.get("lm_head.weight", target.lm_head.weight)
+    logits = rms(x[1:], tensors["norm.weight"]) @ head.T
+    if "markov_head.markov_w1.weight" in tensors:
+        before = ids[n : n + SIZE - 1]
+        rows = tensors["markov_head.markov_w1.weight"][before] @ tensors["markov_head.markov_w2.weight"].T
+        logits[: len(rows)] += rows
+    return logits
+
+
+@pytest.mark.parametrize("layout", BLOCKS)
+@torch.no_grad()
+def test_block_logits_are_those_of_the_layout(layout: Any, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Layers are numbered by their outputs; a block of four tokens drafts three."""
+    path, facts = layout(tmp_path / "draft")
+    network, _, _ = load_draft(path, network=kind_of("block").network_class, model=target)
+    layers = [number + 1 for number in IDS_OF_LAYERS]
+    assert read(path).kind == "block" and network.config.depths == SIZE - 1 and [*network.config.layers] == layers
+    student, states = student_class("block")(network, target), states_of(target, layers)
+    joined = torch.cat([states[layer] for layer in layers], -1)[0]
+    guesses = student.guesses({"ids": IDS}, Seen(states))
+    assert len(guesses) == SIZE - 1
+    for depth, guess in enumerate(guesses):
+        logits = guess.head(guess.states)
+        for at, own in zip(guess.at.tolist(), logits, strict=True):
+            wanted = block_logits(facts, target, joined[: at - depth], IDS[0])[depth]
+            known = PRUNED if len(wanted) == VD else torch.arange(V)
+            torch.testing.assert_close(own[known], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layout", BLOCKS)
+def test_a_block_draft_serves_and_its_export_has_the_same_tensors(
+    layout: Any, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    path, facts = layout(tmp_path / "draft")
+    before = load(path, target).generate([[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=24, seed=3)
+    assert sum(before.stats.drafted) > 0
+    network, _, _ = load_draft(path, network=kind_of("block").network_class, model=target)
+    about = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="block")
+    saved = save(network, None, tmp_path / "saved", about, None)
+    after = load(saved, target).generate([[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=24, seed=3)
+    assert after.tokens == before.tokens and after.stats.accepted == before.stats.accepted
+    out = export(saved, tmp_path / "out", "dflash", k=3, target=target)
+    stored = load_file(out / "model.safetensors")
+    for name, tensor in facts["tensors"].items():
+        assert name.startswith("markov_head.") or torch.equal(stored[name], tensor)
+    assert json.loads((out / "config.json").read_text())["dflash_config"]["target_layer_ids"] == IDS_OF_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"architectures": ["Qwen3DSparkModel"]}, "sample_from_anchor is True"),
+        ({"block_size": None}, "it has no block_size, which a DFlash draft needs"),
+        ({"dflash_config": {"mask_token_id": 99, "target_layer_ids": IDS_OF_LAYERS}}, "mask_token_id is 99"),
+        ({"dflash_config": BLOCK["dflash_config"] | {"projector_type": "domino"}}, "projector_type is 'domino'"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "layer_types is 'sliding_attention'"),
+        ({"num_hidden_layers": 3}, "tensor layers.2.input_layernorm.weight is missing"),
+    ],
+)
+def test_blocks_that_our_network_cannot_compute_are_refused_by_name(
+    keys: dict[str, Any], message: str, tmp_path: Path, target: LlamaForCausalLM
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load(put(tmp_path / "draft", BLOCK | keys, block_tensors()), target)
+
+
+def vllm_medusa(path: Path, target: LlamaForCausalLM, tensors: dict[str, Tensor]) -> Path:
+    config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": 3, "num_hidden_layers": 2}
+    config |= {"hidden_size": H, "vocab_size": V, "truncated_vocab_size": V, "medusa_fc_bias": True}
+    named = {f"blocks.{i}.layers.{j}.{part}": tensor for (i, j, part), tensor in tensors.items()}  # type: ignore[misc]
+    return put(path, config, named | {"lm_heads.0.weight": target.lm_head.weight.detach().clone()})
+
+
+def first_medusa(path: Path, target: LlamaForCausalLM, tensors: dict[str, Tensor]) -> Path:
+    config = {"base_model_name_or_path": "the-target", "medusa_num_heads": 3, "medusa_num_layers": 2, "version": "2"}
+    named = {f"{i}.{j}.linear.{part}": tensor for (i, j, part), tensor in tensors.items()}  # type: ignore[misc]
+    return put(path, config, named, "medusa_lm_head.safetensors")
+
+
+def first_pickled(path: Path, target: LlamaForCausalLM, tensors: dict[str, Tensor]) -> Path:
+    """With heads of its own, which still are the target's."""
+    path = first_medusa(path, target, tensors)
+    named = load_file(path / "medusa_lm_head.safetensors")
+    (path / "medusa_lm_head.safetensors").unlink()
+    own = {f"{i}.2.weight": target.lm_head.weight.detach().clone() for i in range(3)}
+    torch.save(named | own, path / "medusa_lm_head.pt")
+    return path
+
+
+@pytest.mark.parametrize("layout", [vllm_medusa, first_medusa, first_pickled])
+@torch.no_grad()
+def test_medusa_heads_are_those_of_the_layout(layout: Any, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Head j reads the target's last state at a token, and predicts the token j + 2 positions after it."""
+    parts = {"weight": (H, H), "bias": (H,)}
+    tensors = {(i, j, part): drawn(*size) for i in range(3) for j in range(2) for part, size in parts.items()}
+    path = layout(tmp_path / "draft", target, tensors)
+    assert read(path).kind == "medusa"
+    network, _, _ = load_draft(path, network=kind_of("medusa").network_class, model=target)
+    states = target(IDS, output_hidden_states=True).hidden_states[-1]
+    guesses = student_class("medusa")(network, target, V).guesses({"ids": IDS}, Seen({-1: states}))
+    assert len(guesses) == 3
+    for i, guess in enumerate(guesses):
+        for at, own in zip(guess.at.tolist(), guess.head(guess.states), strict=True):
+            x = states[0, at - 1 - i]
+            for j in range(2):
+                x = x + F.silu(tensors[i, j, "weight"] @ x + tensors[i, j, "bias"])
+            torch.testing.assert_close(own, target.lm_head.weight @ x, atol=1e-5, rtol=1e-5)
+    assert load(path, target).generate([[1, 2, 3]], max_new_tokens=9, seed=3).stats.tokens == 9
+    named = medusa_tensors(network, target)
+    for (i, j, part), tensor in tensors.items():
+        assert torch.equal(named[f"blocks.{i}.layers.{j}.{part}"], tensor)
+
+
+def test_medusa_heads_with_an_output_head_of_their_own_are_refused(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    tensors: Any = {(i, j, "weight"): drawn(H, H) for i in range(3) for j in range(2)}
+    path = vllm_medusa(tmp_path / "draft", target, tensors)
+    stored = load_file(path / "model.safetensors")
+    layout = published(path)
+    assert layout and not imported(layout, target)[0].state_dict()["bias"].any()  # none in the file
+    save_file(stored | {"lm_heads.0.weight": drawn(V, H)}, path / "model.safetensors")
+    with pytest.raises(ValueError, match="lm_heads.0.weight is not the target's output head"):
+        load(path, target)
+    del stored["blocks.2.layers.1.weight"]
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(ValueError, match="tensor blocks.2.layers.1.weight is missing"):
+        load(path, target)
