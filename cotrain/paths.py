@@ -63,7 +63,7 @@ def from_hub(path: str, models: bool) -> str:
     from huggingface_hub.errors import HTTPError
 
     from inference.drafts.bundled_target import REPOSITORY
-    from inference.proposers.published import published
+    from inference.drafts.published import published
 
     if "/" not in path or not REPOSITORY.fullmatch(path) or os.path.lexists(path):
         return path

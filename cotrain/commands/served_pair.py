@@ -27,10 +27,10 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
+from inference.drafts.published import published
 from inference.drafts.weight_files import building, read_json, weight_files
 from inference.models.pretrained import longest_text
 from inference.proposers import kind_of
-from inference.proposers.published import published
 from inference.request import ends_of
 
 # Settings whose default is stored in draft folders: the name of that value, see `stored`, and the value of the setting

@@ -25,11 +25,11 @@ from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
+from inference.drafts.published import LAYER, LAYER_IDS, MASK_FILE, renamed
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
 from inference.proposers.block import BlockNetwork
-from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
-from inference.proposers.published import LAYER, MASK_FILE, renamed
+from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
 

@@ -18,10 +18,10 @@ from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
+from inference.drafts.published import MEDUSA
 from inference.drafts.weight_files import CONFIG, WEIGHTS
 from inference.models.pretrained import load_model
 from inference.proposers.heads import MedusaNetwork
-from inference.proposers.published import MEDUSA
 
 SCALES = ("final_logit_softcapping", "logit_scale")  # keys of configs that change logits after the head
 VERSIONS = "vllm>=0.28,<=0.32"

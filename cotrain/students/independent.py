@@ -38,6 +38,7 @@ from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, un
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
+from inference.drafts.published import Published, imported, published
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
@@ -53,7 +54,6 @@ from inference.models.pretrained import (
 )
 from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, put_small_head
 from inference.proposers import kind_of
-from inference.proposers.published import Published, imported, published
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
 Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape

@@ -47,13 +47,13 @@ from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, load_tokenizer, other_weights, read
+from inference.drafts.published import published
 from inference.drafts.weight_files import building, refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
 from inference.models.llama import INT8_ROWS
 from inference.models.pretrained import auto_class, layers_of, longest_text, quantisation_of, refuse_unsupported
 from inference.models.quantisation import refuse_quantisation
-from inference.proposers.published import published
 from inference.proposers.retrieval import Retrieval
 from inference.servers.openai_client import Client
 

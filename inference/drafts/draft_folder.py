@@ -32,6 +32,7 @@ from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
 from inference.drafts.gguf_target import PACKAGED
+from inference.drafts.published import imported, kind_in, published
 from inference.drafts.weight_files import (
     CONFIG,
     building,
@@ -364,7 +365,7 @@ def digest(file: Path) -> str:
 
 def read(folder: str | Path) -> Folder:
     """Return the kind and the metadata of a draft folder, without loading its weights. The kind of a folder without
-    metadata follows from its config.json (`inference.proposers.published`). Warns if the report is missing or was
+    metadata follows from its config.json (`inference.drafts.published`). Warns if the report is missing or was
     changed.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError for broken JSON, another
@@ -387,8 +388,6 @@ def read(folder: str | Path) -> Folder:
             f"{problem}: the report may be about another draft; to measure again: cotrain bench draft.path={path}",
             stacklevel=1,
         )
-    from inference.proposers.published import kind_in  # its package imports this module
-
     return Folder(metadata.kind if metadata else kind_in(path), metadata, path)
 
 
@@ -458,8 +457,6 @@ def folder_identity(folder: Path) -> str:
     the metadata on training, or the weights' files if there are no metadata."""
     metadata = read(folder).metadata
     if metadata is None:
-        from inference.proposers.published import published  # its package imports this module
-
         layout = published(folder)
         files = layout.files() if layout else weight_files(folder)
         return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
@@ -482,14 +479,12 @@ def load_draft(
     dtype: the network's dtype; None for the dtype in the folder. network: the network class that the folder must have
     (`Proposer.network_class` of its kind). target: the hashes of the target to serve (the result of `hash_target`),
     None to skip its checks. A different tokenizer is an error; a different shape is a warning. model: the target, which
-    a published layout needs (`inference.proposers.published`). Code in the folder runs only with `trust_remote_code`.
+    a published layout needs (`inference.drafts.published`). Code in the folder runs only with `trust_remote_code`.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError naming the file if its
     JSON or a key is wrong, if the kind has another network class, and if the tokenizer is broken or not the target's.
     Raises it also if weights are pickled, truncated, missing or not finite, or have other shapes than config.json says.
     """
-    from inference.proposers.published import imported, published  # its package imports this module
-
     draft = read(folder)
     require_class(draft, network)
     if layout := published(draft.path):
@@ -511,7 +506,6 @@ def require_class(draft: Folder, network: Any) -> None:
     """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes,
     unless it has a published layout. draft: the folder."""
     from inference.proposers.kinds import kind_of  # its package imports this module
-    from inference.proposers.published import published
 
     layout = None if draft.metadata else published(draft.path)
     if draft.metadata is None and layout is None:

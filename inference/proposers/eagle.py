@@ -27,6 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference.drafts.compatibility import same_sizes
+from inference.drafts.published import LAYER_IDS
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
@@ -43,16 +44,6 @@ from inference.proposers.trees import StaticTrees, TreeShape, trees_of
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D), keys, values -> (A, n, heads D)
 
 ARCHITECTURES = ["LlamaForCausalLMEagle3"]
-
-
-def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads: 2, L // 2 and L - 3 (EAGLE-3), or closer
-    together if L is small. Layer i stands for the states after i decoder layers. layers: the number L of the target's
-    layers."""
-    return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
-
-
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def output_layers(layers: Sequence[int]) -> list[int]:

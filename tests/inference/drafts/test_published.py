@@ -17,8 +17,8 @@ from cotrain.export.medusa_layout import medusa_tensors
 from cotrain.students.base import Seen, student_class
 from inference import load
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
+from inference.drafts.published import imported, published
 from inference.proposers import kind_of
-from inference.proposers.published import imported, published
 from tests.tiny import tiny
 
 H, HEADS, GROUPS, D, INNER, V, VD = 16, 4, 2, 8, 24, 32, 12

@@ -22,11 +22,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from inference.drafts.weight_files import CONFIG, WEIGHTS, building, read_json, require_sound, weight_files
 from inference.models.pretrained import layers_of
 from inference.models.small_heads import refuse_ids
-from inference.proposers.block import ARCHITECTURES as BLOCK_DRAFTS
-from inference.proposers.eagle import ARCHITECTURES as EAGLE_DRAFTS
-from inference.proposers.eagle import LAYER_IDS, fused
-from inference.proposers.kinds import kind_of
 
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # a key of EAGLE-3's config.json: the layers whose inputs it reads
 PICKLED = {WEIGHTS: "pytorch_model.bin", "medusa_lm_head.safetensors": "medusa_lm_head.pt"}
 MASK_FILE = "mask_embedding.pt"  # from which vLLM reads the embedding of DFlash's masks
 LAYER = {"midlayer.": "layers.0."}  # EAGLE-3's names -> speculators' names
@@ -48,6 +45,13 @@ EAGLE_KEYS = {
 }
 LAYER_KEYS = {"attention_bias": False, "mlp_bias": False, "qkv_bias": False, "hidden_act": "silu", "logit_scale": 1.0}
 BLOCK_KEYS = {"projector_type": "dflash", "markov_head_type": "vanilla", "sample_from_anchor": False}
+
+
+def fused(layers: int) -> tuple[int, int, int]:
+    """Return the low, middle and high layer whose states a feature draft reads: 2, L // 2 and L - 3 (EAGLE-3), or
+    closer together if L is small. Layer i stands for the states after i decoder layers. layers: the number L of the
+    target's layers."""
+    return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
 
 
 def renamed(tensors: Mapping[str, Tensor], table: Mapping[str, str]) -> dict[str, Tensor]:
@@ -103,10 +107,10 @@ class Published(NamedTuple):
                 tensors |= load_file(file)
         return tensors
 
-    def refuse(self, key: str, found: Any, wanted: Any) -> None:
+    def refuse(self, key: str, value: Any, wanted: Any) -> None:
         """Raise ValueError for a key of config.json with a value that our network cannot compute."""
         raise ValueError(
-            f"{self.path / CONFIG}: {key} is {found!r}, but {self.kind} drafts here are only computed with {wanted!r}: "
+            f"{self.path / CONFIG}: {key} is {value!r}, but {self.kind} drafts here are only computed with {wanted!r}: "
             f"serve this draft with the engine that it was published for, or train one with draft={self.kind}"
         )
 
@@ -121,7 +125,7 @@ def published(path: Path) -> Published | None:
     """Return the published layout of a draft folder, or None if it has our own layout or is a causal LM. Only
     config.json is read. Raises ValueError for a config.json that is no JSON object."""
     values = read_json(path / CONFIG)
-    names = " ".join(map(str, values.get("architectures") or ())).lower()
+    names = _architectures(values)
     speculators = values.get("speculators_model_type")
     if speculators == "eagle3":
         return Published("an EAGLE-3 draft in the layout of speculators", "eagle", path, values, _eagle)
@@ -145,17 +149,21 @@ def published(path: Path) -> Published | None:
     return None
 
 
+def _architectures(values: Mapping[str, Any]) -> str:
+    """Return the architectures that a config.json names, in lower case and in one text."""
+    return " ".join(map(str, values.get("architectures") or ())).lower()
+
+
 def kind_in(path: Path) -> str:
     """Return the kind of a draft folder by its config.json alone: that of its published layout or of our own, and
     "independent" for a causal LM."""
     if layout := published(path):
         return layout.kind
     values = read_json(path / CONFIG)
-    if NATIVE not in values or not set(values.get("architectures") or ()) & {*EAGLE_DRAFTS, *BLOCK_DRAFTS}:
-        return "independent"
-    if set(values["architectures"]) & {*BLOCK_DRAFTS}:
-        return "block"
-    return "eagle" if values.get("pard_token") is None else "p_eagle"
+    names = _architectures(values) if NATIVE in values else ""
+    if "eagle3" in names:
+        return "eagle" if values.get("pard_token") is None else "p_eagle"
+    return "block" if "dflash" in names else "independent"
 
 
 def imported(
@@ -171,17 +179,19 @@ def imported(
     """
     if target is None:
         raise ValueError(f"{draft.path} is {draft.title}, which does not name its target: set target.path= to it")
+    from inference.proposers.kinds import kind_of  # its package imports this module
+
     stored = draft.tensors(target.device)
-    made, network_class = draft.convert(draft, stored, target), kind_of(draft.kind).network_class
+    ours, network_class = draft.convert(draft, stored, target), kind_of(draft.kind).network_class
     with building(draft.path, network_class), torch.device("meta"):
-        network: PreTrainedModel = network_class(network_class.config_class(**made.config))
+        network: PreTrainedModel = network_class(network_class.config_class(**ours.config))
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    problems = [f"tensor {name} is missing" for name in sorted(shapes.keys() - made.tensors.keys())]
+    problems = [f"tensor {name} is missing" for name in sorted(shapes.keys() - ours.tensors.keys())]
     problems += [
-        f"tensor {name} does not belong to a {draft.kind} draft" for name in sorted(made.tensors.keys() - shapes.keys())
+        f"tensor {name} does not belong to a {draft.kind} draft" for name in sorted(ours.tensors.keys() - shapes.keys())
     ]
-    for name in sorted(shapes.keys() & made.tensors.keys()):
-        if (own := tuple(made.tensors[name].shape)) != shapes[name]:
+    for name in sorted(shapes.keys() & ours.tensors.keys()):
+        if (own := tuple(ours.tensors[name].shape)) != shapes[name]:
             problems.append(f"tensor {name} has shape {own}, {CONFIG} says {shapes[name]}")
     if problems:
         raise ValueError(f"{draft.path}: {draft.title} that cannot be read here: {'; '.join(problems)}")
@@ -189,12 +199,12 @@ def imported(
     if target.device.type != "meta":
         tensors = {
             name: tensor.detach().cpu().to(dtype or own_dtype if tensor.is_floating_point() else None, copy=True)
-            for name, tensor in made.tensors.items()
+            for name, tensor in ours.tensors.items()
         }
         network.load_state_dict(tensors, assign=True)
         require_sound(network, str(draft.path))
     network.config.dtype = dtype or own_dtype
-    given = f"; the target gives {', '.join(made.lacking)}" if made.lacking else ""
+    given = f"; the target gives {', '.join(ours.lacking)}" if ours.lacking else ""
     return network.eval(), f"{draft.path} is {draft.title}, read as a draft of kind {draft.kind}{given}"
 
 
