@@ -2,8 +2,8 @@
 have `prompts.jsonl`: prompts to measure the draft with; it was not trained on them.
 
 `save` writes a folder atomically; `write` writes its files into an empty folder. Reading a folder runs no code from it,
-and accepts only weights in safetensors. It also rejects weights that lack tensors; transformers would fill these with
-random numbers.
+and accepts only weights in safetensors, except for the folders of `inference.drafts.published`. It also rejects weights
+that lack tensors; transformers would fill these with random numbers.
 """
 
 import copy

@@ -66,7 +66,9 @@ def test_bench_asks_for_the_target(place: Path, tmp_path: Path, capsys: pytest.C
     assert "eagle3 does not name its target: set target.path= to this model" in capsys.readouterr().err
 
 
-def test_a_hub_id_is_a_draft_too(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_a_draft_too(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Read from the hub's cache, without a connection."""
     repository = tmp_path / "cache" / "models--me--draft"
     shutil.copytree(place / "eagle3", repository / "snapshots" / ("0" * 40))
@@ -74,11 +76,17 @@ def test_a_hub_id_is_a_draft_too(place: Path, tmp_path: Path, monkeypatch: pytes
     (repository / "refs" / "main").write_text("0" * 40)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    options = [f"target.path={place / 'target'}", f"output={tmp_path / 'out'}", *BENCH]
-    assert main(["bench", "draft.path=me/draft", *options]) == 0
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert report["extra"]["kind"] == "eagle" and report["settings"]["draft"].startswith(str(repository))
-    assert main(["bench", "draft.path=me/other", *options, "overwrite=true"]) == 1
+    options = [f"target.path={place / 'target'}", "prompt=0001 one", "max_new_tokens=4"]
+    assert main(["generate", "draft.path=me/draft", *options]) == 0
+    assert f"draft.path: {repository / 'snapshots'}" in capsys.readouterr().err
+    assert main(["generate", "draft.path=me/other", *options]) == 1
+
+
+def test_an_export_of_what_engines_load_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert commanded(place, "export", "eagle3", tmp_path / "out") == 1
+    assert "in a layout that engines load: serve the folder as it is" in capsys.readouterr().err
 
 
 def test_generate_says_what_the_target_alone_says(
