@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from cotrain import __version__
 from cotrain.errors import Interrupted, UserError
-from cotrain.paths import draft_folder, folder
+from cotrain.paths import draft_folder, folder, from_hub
 from inference.measure.contention import set_waiting
 
 if TYPE_CHECKING:
@@ -209,6 +209,8 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
         refuse_unread(settings, HydraConfig.get().overrides.task)
         output = _own_folder(name, settings, arguments)
         _refuse_paths(name, settings)
+        if draft:
+            settings.draft.path = from_hub(settings.draft.path, models=name != "train")
         outputs.append(str(output))
         run: Callable[[Any], float | None] = importlib.import_module(f"cotrain.commands.{name}").run
         return 0, run(settings)

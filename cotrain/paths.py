@@ -7,6 +7,7 @@ from pathlib import Path
 from cotrain.errors import UserError
 
 DRAFTS = "drafts"  # in data/: a draft folder for each name
+STORED = ("*.json", "*.safetensors", "*.bin", "*.pt", "*.jinja", "*.model", "*.txt")  # files of a draft on the hub
 
 
 def folder(name: str, package: Path | None = None) -> Path:
@@ -49,3 +50,27 @@ def draft_folder(path: str, hub: bool = False) -> str:
         f"({', '.join(shipped) or 'there is none'}){f'; the nearest is {near[0]}' if near else ''}: give "
         "draft.path an existing folder or name"
     )
+
+
+def from_hub(path: str, models: bool) -> str:
+    """Return the folder in the hub's cache to which a draft was downloaded, if `path` is a hub id user/name. Any other
+    path, and an id that the hub does not know or does not give, is returned unchanged.
+
+    models: whether causal LMs are downloaded too. If not, only drafts in published layouts are, and transformers loads
+    the others by their id.
+    """
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    from inference.drafts.bundled_target import REPOSITORY
+    from inference.drafts.published import published
+
+    if "/" not in path or not REPOSITORY.fullmatch(path) or os.path.lexists(path):
+        return path
+    try:
+        config = Path(hf_hub_download(path, "config.json"))
+        if not models and published(config.parent) is None:
+            return path
+        return snapshot_download(path, allow_patterns=[*STORED])
+    except (HTTPError, OSError, ValueError):  # what is wrong with the path is said by those who read it
+        return path

@@ -26,13 +26,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from cotrain.planning.costs_file import speedup_table, speedups_of
 from inference.drafts.atomic import write_atomic
+from inference.drafts.published import fused
 from inference.measure.costs import Costs, interleaved, measure_costs
 from inference.measure.environment import environment
 from inference.models.cache import token_bytes
 from inference.models.lm import LM, store_prompts
 from inference.models.pretrained import layers_of
 from inference.proposers.block import Block, BlockConfig, BlockNetwork
-from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork, fused
+from inference.proposers.eagle import Eagle, EagleConfig, EagleNetwork
 from studies.floor import Load, Machine
 from tests import gpu_counts
 

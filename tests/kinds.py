@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
+from inference.drafts.published import fused
 from inference.models.markov import MARKOV, put_markov_head
 from inference.models.pretrained import decoder_layers, length_of
 from inference.models.small_heads import RANK, VOCABULARY, fill, put_small_head
@@ -18,7 +19,7 @@ from inference.proposers import Independent, NGram, kind_of
 from inference.proposers.base import Proposer
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.conditioned import Conditioned, conditioned
-from inference.proposers.eagle import Eagle, EagleNetwork, fused
+from inference.proposers.eagle import Eagle, EagleNetwork
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
 from inference.proposers.heads import Hydra, HydraConfig, HydraNetwork, Medusa, MedusaConfig, MedusaNetwork
 from inference.proposers.hybrid import LONGEST, Gate, Hybrid

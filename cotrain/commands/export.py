@@ -36,6 +36,18 @@ from inference.drafts.weight_files import read_json
 from inference.models.pretrained import longest_text
 
 
+def _metadata(path: str) -> Metadata | None:
+    """Return the metadata of a draft folder, None for a causal LM without cotrain.json. Raises UserError for an invalid
+    folder, and for a draft of another kind without cotrain.json, which has no draft length, regime or target."""
+    draft_folder = read_folder(path)
+    if draft_folder.metadata is None and draft_folder.kind != "independent":
+        raise UserError(
+            f"draft.path={path} is a draft of kind {draft_folder.kind} without cotrain.json, in a layout that engines "
+            "load: serve the folder as it is, or train it further with init=pretrained and export that"
+        )
+    return draft_folder.metadata
+
+
 def run(cfg: ExportConfig) -> None:
     """Write the exported folder to `output`. Print its path, and the launch command or the README that contains it.
     With check=<folder>, only check that folder and print its problems. Raises UserError for settings that do not fit
@@ -54,7 +66,7 @@ def run(cfg: ExportConfig) -> None:
     if cfg.draft.path is None:
         raise UserError("draft.path=null: set draft.path= to a draft folder, as in draft.path=outputs/train/draft")
     _refuse(cfg)
-    metadata = read_folder(cfg.draft.path).metadata
+    metadata = _metadata(cfg.draft.path)
     kind = metadata.kind if metadata else "independent"
     if cfg.layout == "auto":
         cfg.layout = usual_layout(kind, cfg.engine)

@@ -21,11 +21,13 @@ from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
+from cotrain.students.independent import published_network
 from cotrain.training.preconditions import outline, refuse_datastore, same_tokenizer, say_other_weights, size_of, sketch
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
+from inference.drafts.published import published
 from inference.drafts.weight_files import building, read_json, weight_files
 from inference.models.pretrained import longest_text
 from inference.proposers import kind_of
@@ -144,7 +146,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
         raise UserError(" ".join(str(error).split()) + hint) from error
     with user_errors():
         kind = kind_of(draft_folder.kind)
-        own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder.path, kind.network_class)
+        own, draft = load_tokenizer(draft_folder.path), _sketch(draft_folder, kind.network_class, target)
         if draft is not None:
             kind.fits(draft, target, f"draft.path={draft_path}")
             refuse_datastore(f"draft.path={draft_path}", draft, tokenizer)
@@ -158,11 +160,17 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     return Pair(target, tokenizer, draft)
 
 
-def _sketch(path: Path, network: Any) -> PreTrainedModel | None:
-    """Return the network of a draft folder without storage, or None if this kind of draft has no network. network: the
-    class of the network, or None. Raises OSError or ValueError if files are missing or invalid."""
+def _sketch(draft_folder: Folder, network: Any, target: PreTrainedModel) -> PreTrainedModel | None:
+    """Return the network of a draft folder without storage, or None if this kind of draft has no network. For a folder
+    in a published layout, print a line that says what it is.
+
+    network: the class of the network, or None. target: without storage. Raises OSError or ValueError if files are
+    missing or invalid."""
+    path = draft_folder.path
     if network is None:
         return None
+    if layout := published(path):
+        return published_network(layout, target)
     if network is CausalLM:
         with building(path):
             config = AutoConfig.from_pretrained(path)
@@ -190,7 +198,8 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
     or OSError, which names the file, for missing or wrong weights, and for a folder that was made for another target.
     """
     network_class = kind_of(draft_folder.kind).network_class
-    draft = load_draft(draft_folder.path, network=network_class, target=hash_target(target.config, tokenizer))[0]
+    hashes = hash_target(target.config, tokenizer)
+    draft = load_draft(draft_folder.path, network=network_class, target=hashes, model=target)[0]
     torch.nn.Module.to(draft, target.device)
     return draft
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
@@ -26,13 +25,13 @@ from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
+from inference.drafts.published import LAYER, LAYER_IDS, MASK_FILE, renamed
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
 from inference.proposers.block import BlockNetwork
-from inference.proposers.eagle import LAYER_IDS, EagleNetwork, output_layers
+from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
-MASK_FILE = "mask_embedding.pt"  # from which vLLM reads the embedding of DFlash's masks
 
 
 def export(
@@ -81,7 +80,7 @@ def export(
             f"layout={layout}: {folder.kind} drafts are written with layout={' or '.join(features[folder.kind])}"
         )
     refuse_small_head(source)
-    network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class)
+    network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class, model=target)
     network.fits(target, str(source))
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
@@ -139,18 +138,12 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
     """Convert the files in `folder` from the EAGLE-3 format to the format of speculators, in place."""
     embedding: Any = target.get_input_embeddings()
     save_file(
-        renamed(load_file(folder / WEIGHTS)) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
+        renamed(load_file(folder / WEIGHTS), LAYER) | {"embed_tokens.weight": embedding.weight.detach().cpu().clone()},
         folder / WEIGHTS,
         metadata={"format": "pt"},
     )
     config = speculators_config(read_json(folder / CONFIG), metadata, type(target).__name__)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-
-
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of an EAGLE-3 folder, keyed by the names that speculators gives them. tensors: by EAGLE-3
-    name."""
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:
@@ -163,14 +156,23 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
         "accept_tolerance": 0.0,
     }
     verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
-    apart = ("architectures", "draft_vocab_size", "eagle_config", LAYER_IDS, "depths", "transformers_version", MASK)
+    apart = (
+        "architectures",
+        "draft_vocab_size",
+        "eagle_config",
+        LAYER_IDS,
+        "depths",
+        "norm_before_residual",
+        "transformers_version",
+        MASK,
+    )
     mask = ours.get(MASK)  # of p_eagle
     algorithm = "eagle3" if mask is None else "peagle"
     return {
         "architectures": ["Eagle3Speculator" if mask is None else "PEagleDraftModel"],
         "speculators_model_type": algorithm,
         "draft_vocab_size": ours["draft_vocab_size"],
-        "norm_before_residual": False,
+        "norm_before_residual": ours["norm_before_residual"],
         "target_hidden_size": ours["hidden_size"],
         LAYER_IDS: ours[LAYER_IDS],
         "transformer_layer_config": {name: value for name, value in ours.items() if name not in apart},

@@ -18,6 +18,7 @@ from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
+from inference.drafts.published import MEDUSA
 from inference.drafts.weight_files import CONFIG, WEIGHTS
 from inference.models.pretrained import load_model
 from inference.proposers.heads import MedusaNetwork
@@ -120,7 +121,7 @@ def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
     named = {"lm_heads.0.weight": head.weight.detach().to(network.dtype).clone()}
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
-            named |= {f"blocks.{i}.layers.{j}.{name}": block.clone() for j, block in enumerate(blocks)}
+            named |= {MEDUSA.format(i, j, name): block.clone() for j, block in enumerate(blocks)}
     if head.bias is not None or any(_scaled(target, key) for key in SCALES):
         raise ValueError(
             f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of its head: use cotrain generate"

@@ -130,7 +130,7 @@ def _by_domain(acceptance: Mapping[str, Any], names: Mapping[str, str]) -> Marku
     for draft, profiles in acceptance.items():
         for t, profile in profiles.items():
             for domain, one in profile.get("domains", {}).items():
-                depths = ", ".join(f"{value:.2f}" for value in one["conditional"])
+                depths = ", ".join("-" if value is None else f"{value:.2f}" for value in one["conditional"])
                 rows.append([f"{names[draft]}, T {t}, {domain}", one["texts"], number(Number(one["alpha"])), depths])
     return html_table(["", "texts", "mean acceptance", "by depth"], rows) if rows else None
 

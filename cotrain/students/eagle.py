@@ -23,11 +23,12 @@ from cotrain.losses.guess import Pruned, chosen, numbers, sent
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain_tensors, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
+from inference.drafts.published import fused
 from inference.models.llama import has_kernel
 from inference.models.pretrained import id_of, length_of
 from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
-from inference.proposers.eagle import EagleNetwork, FeatureNetwork, fused
+from inference.proposers.eagle import EagleNetwork, FeatureNetwork
 
 INNER_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # config keys
 PARTS = (

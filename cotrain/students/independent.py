@@ -11,6 +11,7 @@ B texts, T tokens, V vocabulary, D width of the draft's states.
 """
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -31,11 +32,13 @@ from transformers import (
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import Pruned
+from cotrain.ranks import rank
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
+from inference.drafts.published import Published, imported, published
 from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
@@ -464,8 +467,24 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
         raise ValueError(f"{where}: no such folder: with init=pretrained name the folder of a {student.kind} draft")
-    network = _load(student, kind.network_class, Path(path), target.device)
+    if layout := published(Path(path)):
+        network = published_network(layout, target)
+    else:
+        network = _load(student, kind.network_class, Path(path), target.device)
     kind.fits(network, target, where)
+    return network
+
+
+def published_network(layout: Published, target: PreTrainedModel) -> PreTrainedModel:
+    """Return the network of draft.path=, a folder in a published layout, in float32. If the target is on the meta
+    device, the network is too, and a line is printed that says what the folder is. Raises ValueError, which names
+    draft.path, for what our network cannot compute and for missing or wrong files."""
+    try:
+        network, line = imported(layout, target, torch.float32)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"draft.path: {error}") from error
+    if target.device.type == "meta" and not rank():
+        print(f"draft.path: {line}", file=sys.stderr)
     return network
 
 
@@ -475,13 +494,14 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     path = draft.path
     if not path:
         raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name one with draft.path=")
-    metadata = read(path).metadata if Path(path).is_dir() else None
-    kinds = (student.kind, *student.begins_with)
-    if metadata is not None and metadata.kind not in kinds:
-        raise ValueError(
-            f"draft.path={path}: a draft of kind {metadata.kind}, but draft={student.kind} can only begin with one of "
-            f"kind {', '.join(kinds)}: name such a folder, or set draft={metadata.kind}"
-        )
+    if Path(path).is_dir():
+        folder, layout = read(path), published(Path(path))
+        kinds = (student.kind,) if layout else (student.kind, *student.begins_with)
+        if (folder.metadata or layout) and folder.kind not in kinds:
+            raise ValueError(
+                f"draft.path={path}: a draft of kind {folder.kind}, but draft={student.kind} can only begin with one "
+                f"of kind {', '.join(kinds)}: name such a folder, or set draft={folder.kind}"
+            )
     return path
 
 

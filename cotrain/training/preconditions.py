@@ -46,7 +46,8 @@ from cotrain.training.optim import precision
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
-from inference.drafts.draft_folder import GENERATION, Metadata, other_weights, read
+from inference.drafts.draft_folder import GENERATION, Metadata, load_tokenizer, other_weights, read
+from inference.drafts.published import published
 from inference.drafts.weight_files import building, refuse_other_sizes, weight_files
 from inference.measure.costs import SPANS
 from inference.measure.environment import device
@@ -486,9 +487,12 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
     """Check the model draft.path=, if the run reads it: it must have weights and the target's token ids."""
     if (path := cfg.draft.path) and _named(cfg):
-        own = load_words(path, key="draft.path")
-        _weights("draft.path", Path(path))
-        same_tokenizer(path, tokenizer, own)
+        if not Path(path).is_dir() or published(Path(path)) is None:
+            own = load_words(path, key="draft.path")
+            _weights("draft.path", Path(path))
+            same_tokenizer(path, tokenizer, own)
+        elif words := load_tokenizer(Path(path)):  # published drafts often have none
+            same_tokenizer(path, tokenizer, words)
         say_other_weights(path, read(path).metadata, cfg.target.path, cfg.target.adapter)
 
 

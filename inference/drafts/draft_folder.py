@@ -2,8 +2,8 @@
 have `prompts.jsonl`: prompts to measure the draft with; it was not trained on them.
 
 `save` writes a folder atomically; `write` writes its files into an empty folder. Reading a folder runs no code from it,
-and accepts only weights in safetensors. It also rejects weights that lack tensors; transformers would fill these with
-random numbers.
+and accepts only weights in safetensors, except for the folders of `inference.drafts.published`. It also rejects weights
+that lack tensors; transformers would fill these with random numbers.
 """
 
 import copy
@@ -32,6 +32,7 @@ from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
 from inference.drafts.gguf_target import PACKAGED
+from inference.drafts.published import imported, kind_in, published
 from inference.drafts.weight_files import (
     CONFIG,
     building,
@@ -363,8 +364,9 @@ def digest(file: Path) -> str:
 
 
 def read(folder: str | Path) -> Folder:
-    """Return the kind and the metadata of a draft folder, without loading its weights. A folder without metadata has
-    the kind "independent", a Hugging Face causal LM. Warns if the report is missing or was changed.
+    """Return the kind and the metadata of a draft folder, without loading its weights. The kind of a folder without
+    metadata follows from its config.json (`inference.drafts.published`). Warns if the report is missing or was
+    changed.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError for broken JSON, another
     format version, or a key that is missing, unknown or wrong. The message names file and key.
@@ -386,7 +388,7 @@ def read(folder: str | Path) -> Folder:
             f"{problem}: the report may be about another draft; to measure again: cotrain bench draft.path={path}",
             stacklevel=1,
         )
-    return Folder(metadata.kind if metadata else "independent", metadata, path)
+    return Folder(metadata.kind if metadata else kind_in(path), metadata, path)
 
 
 def _metadata(file: Path) -> Metadata:
@@ -455,7 +457,9 @@ def folder_identity(folder: Path) -> str:
     the metadata on training, or the weights' files if there are no metadata."""
     metadata = read(folder).metadata
     if metadata is None:
-        return hashlib.sha256("".join(map(digest, weight_files(folder))).encode()).hexdigest()
+        layout = published(folder)
+        files = layout.files() if layout else weight_files(folder)
+        return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
     training = {key: value for key, value in metadata.origin.items() if key not in ("export", "adapter")}
     return hashlib.sha256(json.dumps([metadata.kind, training], sort_keys=True).encode()).hexdigest()
 
@@ -466,6 +470,7 @@ def load_draft(
     *,
     network: Any = CausalLM,
     target: Mapping[str, str | None] | None = None,
+    model: PreTrainedModel | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[Any, PreTrainedTokenizerBase | None, Metadata | None]:
     """Return a draft's network in eval mode on the CPU, its tokenizer and its metadata. The last two are None if the
@@ -473,8 +478,8 @@ def load_draft(
 
     dtype: the network's dtype; None for the dtype in the folder. network: the network class that the folder must have
     (`Proposer.network_class` of its kind). target: the hashes of the target to serve (the result of `hash_target`),
-    None to skip its checks. A different tokenizer is an error; a different shape is a warning. Code in the folder runs
-    only with `trust_remote_code`.
+    None to skip its checks. A different tokenizer is an error; a different shape is a warning. model: the target, which
+    a published layout needs (`inference.drafts.published`). Code in the folder runs only with `trust_remote_code`.
 
     Raises FileNotFoundError if the folder or its config.json does not exist. Raises ValueError naming the file if its
     JSON or a key is wrong, if the kind has another network class, and if the tokenizer is broken or not the target's.
@@ -482,28 +487,33 @@ def load_draft(
     """
     draft = read(folder)
     require_class(draft, network)
-    model, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
-    if problems:
-        raise ValueError(f"{'; '.join(problems)}: copy or export the draft again")
+    if layout := published(draft.path):
+        loaded, _ = imported(layout, model, dtype)
+    else:
+        loaded, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
+        if problems:
+            raise ValueError(f"{'; '.join(problems)}: copy or export the draft again")
     tokenizer = load_tokenizer(draft.path, trust_remote_code)
     trained_for = draft.metadata.target if draft.metadata else None
     _same_tokenizer(str(draft.path), tokenizer, trained_for)
     _same_tokenizer(str(draft.path), tokenizer, target)
     if target and trained_for:
         _same_shape(draft.path / METADATA, trained_for, target)
-    return model, tokenizer, draft.metadata
+    return loaded, tokenizer, draft.metadata
 
 
 def require_class(draft: Folder, network: Any) -> None:
-    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes.
-    draft: the folder."""
+    """Raise ValueError if the network class of the folder's kind is not `network`. A folder without metadata passes,
+    unless it has a published layout. draft: the folder."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
-    if draft.metadata is None:
+    layout = None if draft.metadata else published(draft.path)
+    if draft.metadata is None and layout is None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
+        file = draft.path / (CONFIG if layout else METADATA)
         raise ValueError(
-            f"{draft.path / METADATA}: the folder of a draft of kind {draft.kind!r} has {class_named(own)}, not "
+            f"{file}: the folder of a draft of kind {draft.kind!r} has {class_named(own)}, not "
             f"{class_named(network)}: give kind= its own kind, or another folder"
         )
 

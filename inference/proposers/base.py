@@ -268,7 +268,7 @@ class Proposer:
         """Return the network in a folder of this kind, on the target's device. Raises FileNotFoundError if the folder
         does not exist, and ValueError if its files or weights are damaged, if they belong to another kind, or if the
         network or tokenizer does not fit the target."""
-        network = load_draft(folder, network=cls.network_class, target=arguments.hashes)[0]
+        network = load_draft(folder, network=cls.network_class, target=arguments.hashes, model=arguments.target)[0]
         cls.fits(network, arguments.target, str(folder))
         return torch.nn.Module.to(network, arguments.target.device)
 

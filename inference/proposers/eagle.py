@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from inference.drafts.compatibility import same_sizes
+from inference.drafts.published import LAYER_IDS
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
@@ -44,16 +46,6 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # queries (A, n, heads, D),
 ARCHITECTURES = ["LlamaForCausalLMEagle3"]
 
 
-def fused(layers: int) -> tuple[int, int, int]:
-    """Return the low, middle and high layer whose states the draft reads: 2, L // 2 and L - 3 (EAGLE-3), or closer
-    together if L is small. Layer i stands for the states after i decoder layers. layers: the number L of the target's
-    layers."""
-    return min(2, layers // 3), layers // 2, max(layers - 3, layers // 2)
-
-
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-
-
 def output_layers(layers: Sequence[int]) -> list[int]:
     """Return, for each layer whose input is read, the number of the layer that has this input as its output: i - 1 for
     layer i. The input of layer 0 is the embeddings, numbered -1."""
@@ -62,7 +54,11 @@ def output_layers(layers: Sequence[int]) -> list[int]:
 
 class EagleConfig(PretrainedConfig):
     """The config of a folder in the EAGLE-3 format. depths: number of drafts per round in training. head_rank: the rank
-    of a low-rank head, an addition to the format; None for a full-rank head.
+    of a low-rank head, an addition to the format; None for a full-rank head. norm_before_residual: whether the residual
+    of the decoder layer is the normed features, as in many drafts of speculators, instead of the features.
+
+    rope_parameters: the scaling of the rotary angles, as in transformers; None for none. Types whose angles depend on
+    the text's length (dynamic, longrope) are not supported.
 
     eagle_aux_hidden_state_layer_ids: the layers whose inputs `fc` joins; vLLM reads this key first. eagle_config: for
     SGLang, the same states, numbered by the layers that output them. If only `eagle_config` is given, its numbers mean
@@ -89,13 +85,16 @@ class EagleConfig(PretrainedConfig):
         eagle_config: Mapping[str, Any] | None = None,
         eagle_aux_hidden_state_layer_ids: Sequence[int] | None = None,
         depths: int = 4,
+        norm_before_residual: bool = False,
+        rope_parameters: Mapping[str, Any] | None = None,
         initializer_range: float = 0.02,
         **other: Any,
     ) -> None:
         self.hidden_size, self.intermediate_size, self.head_dim = hidden_size, intermediate_size, head_dim
         self.num_attention_heads, self.num_key_value_heads = num_attention_heads, num_key_value_heads
-        self.rms_norm_eps, self.rope_theta = rms_norm_eps, rope_theta
-        self.rope_parameters = {"rope_type": "default", "rope_theta": rope_theta}
+        self.rms_norm_eps, self.norm_before_residual = rms_norm_eps, norm_before_residual
+        self.rope_parameters = {"rope_type": "default", **(rope_parameters or {}), "rope_theta": rope_theta}
+        self.rope_theta = rope_theta
         self.max_position_embeddings, self.vocab_size = max_position_embeddings, vocab_size
         self.draft_vocab_size, self.head_rank = draft_vocab_size or vocab_size, head_rank
         self.num_hidden_layers, self.hidden_act, self.attention_bias, self.mlp_bias = 1, "silu", False, False
@@ -104,7 +103,6 @@ class EagleConfig(PretrainedConfig):
         self.eagle_config = {"use_aux_hidden_state": True, **(eagle_config or {}), LAYER_IDS: output_layers(layers)}
         self.depths, self.initializer_range = depths, initializer_range
         known = (
-            "rope_parameters",
             "num_hidden_layers",
             "hidden_act",
             "attention_bias",
@@ -251,10 +249,14 @@ class FeatureNetwork(PreTrainedModel):
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin (..., 1, D) of the rotary angles at positions (...). `sin` already has the signs that
         `rotated` needs."""
-        size = self.config.head_dim
-        steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
-        turns = positions.double().unsqueeze(-1) * self.config.rope_theta**-steps
-        cos, sin = (part.to(self.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
+        size, factor = self.config.head_dim, 1.0
+        if (scaling := self.config.rope_parameters["rope_type"]) == "default":
+            steps = torch.arange(0, size, 2, device=positions.device, dtype=torch.float64) / size
+            frequencies = self.config.rope_theta**-steps
+        else:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling](self.config, positions.device)
+        turns = positions.double().unsqueeze(-1) * frequencies
+        cos, sin = (part.mul(factor).to(self.dtype).unsqueeze(-2) for part in (turns.cos(), turns.sin()))
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
 
@@ -277,10 +279,11 @@ class EagleNetwork(FeatureNetwork):
         heads D).
         """
         w = self.midlayer
-        x = torch.cat((w.input_layernorm(embedded), w.hidden_norm(features)), -1)
-        size = self.config.head_dim
+        normed, size = w.hidden_norm(features), self.config.head_dim
+        x = torch.cat((w.input_layernorm(embedded), normed), -1)
         q, k, v = (part.unflatten(-1, (-1, size)) for part in w.self_attn(x))
-        x = features + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
+        residual = normed if self.config.norm_before_residual else features
+        x = residual + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
         output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
         return output
 

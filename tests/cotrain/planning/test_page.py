@@ -47,6 +47,8 @@ def test_domains_are_shown_where_there_are_several() -> None:
     said = plan_page(given)
     assert "a, T 1, code" in said and 'value="0.71234"' in said and "0.70, 0.65" in said
     assert "the prompts have one domain" not in said
+    code["conditional"] = [0.7, None]  # no round tried the second depth
+    assert "0.70, -" in plan_page(given)
 
 
 def test_drafts_of_one_name_are_told_apart_by_their_paths() -> None:

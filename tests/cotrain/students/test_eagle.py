@@ -15,7 +15,8 @@ from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
 from cotrain.teacher.target_model import served
 from inference import Engine
-from inference.proposers.eagle import EagleNetwork, fused
+from inference.drafts.published import fused
+from inference.proposers.eagle import EagleNetwork
 from tests import kinds
 from tests.cotrain.students.test_every_student import gradients, whole
 from tests.student_kinds import STUDENTS

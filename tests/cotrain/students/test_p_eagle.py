@@ -14,8 +14,8 @@ from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
 from inference import Engine, proposers
+from inference.drafts.published import LAYER_IDS
 from inference.policy import Fixed
-from inference.proposers.eagle import LAYER_IDS
 from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
 from tests import kinds
 from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
