@@ -173,7 +173,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     """Export a feature draft with its model card, and return the folder's path. target: hub id or path. Raises
     UserError if the layout cannot hold this draft."""
     asked = None if cfg.objective is None else objective(cfg.objective)
-    model, _ = load_pair(target)
+    model, _ = load_pair(target, device_map="cpu")  # its ends are copied; the whole may not fit on a GPU
     assert cfg.draft.path
     called = cfg.push_to_hub or str(Path(cfg.output).absolute())
     try:

@@ -40,6 +40,8 @@ def run(cfg: TrainConfig) -> float | None:
     measured. Returns None with check=true or overfit=true, and in all processes except the first. Raises UserError if
     the run cannot be started or resumed, and with overfit=true if the draft does not learn.
     """
+    if rank() and (cfg.overfit or cfg.check):
+        return None
     if cfg.overfit:
         print(overfit(cfg))
         return None
@@ -90,6 +92,7 @@ def run(cfg: TrainConfig) -> float | None:
     else:
         draft = folder.path / "draft"
         how = "serve it, and use cotrain bench url=" if cfg.teacher.urls else f"cotrain bench draft.path={draft}"
+        how += " target.device_map=auto" * bool(cfg.target.device_map)
         print(f"draft: {draft} (last step, not measured): to measure it, {how}")
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))

@@ -25,7 +25,7 @@ from cotrain.students.independent import plain_tensors, pretrained_network, refu
 from cotrain.students.markov import after_tokens
 from inference.drafts.published import fused
 from inference.models.llama import has_kernel
-from inference.models.pretrained import id_of, length_of
+from inference.models.pretrained import head_weight, id_of, length_of
 from inference.models.small_heads import fill
 from inference.proposers import eagle, kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork
@@ -90,7 +90,7 @@ class EagleStudent(Student):
         if init.kind == "target_layers":
             cls.copy_layers(network, target, init.layers)
         if init.kind == "target_layers" or draft.head_rank:
-            rows = target.get_output_embeddings().weight
+            rows = head_weight(target)
             fill(network.lm_head, rows[network.known] if network.pruned else rows)
         return network
 
@@ -159,7 +159,7 @@ class EagleStudent(Student):
         if self.network.pruned:
             top = counts[: self.vocabulary].topk(self.network.config.draft_vocab_size).indices
             self.largest = None
-            self.network.know(sorted(top.tolist()), self.target.get_output_embeddings().weight)
+            self.network.know(sorted(top.tolist()), head_weight(self.target))
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         network, ids = self.network, batch["ids"]

@@ -45,6 +45,7 @@ from inference.models.markov import remove_markov_head
 from inference.models.pretrained import (
     TIED,
     auto_class,
+    head_weight,
     id_of,
     layers_of,
     length_of,
@@ -109,7 +110,7 @@ class IndependentStudent(Student):
             refuse_keys(draft, *HEAD)
             return network
         source = target if init.kind == "scratch" else network
-        return with_small_head(network, draft, source.get_output_embeddings().weight.detach())
+        return with_small_head(network, draft, head_weight(source))
 
     def refuse(self) -> None:
         """Raise ValueError if the network's head does more than project, cap or scale its states."""

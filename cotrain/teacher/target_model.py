@@ -74,7 +74,8 @@ def load_target(
     this process, or the CPU if there is no GPU.
 
     Raises ValueError for an unknown quantisation, for a second quantisation of a quantised checkpoint, for weights that
-    are missing or not finite, and for an adapter that cannot be loaded.
+    are missing or not finite (those that device_map leaves in other memory are not looked at), and for an adapter that
+    cannot be loaded.
     """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_quantisation(path, quantisation, config)
@@ -98,6 +99,10 @@ def load_target(
                 f"target.path: {path} has NaN or infinite weights in {name}: name another model, or set "
                 "target.dtype=float32"
             )
+    if model.get_input_embeddings().weight.is_meta:
+        raise ValueError(
+            f"target.device_map: the GPUs are too small for the embeddings of {path}: leave out target.device_map="
+        )
     unpack(model)
     own = model.dtype
     if dtype == "auto" and not torch.cuda.is_available() and widened(model).dtype != own:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.bench import measurement
 from cotrain.config.groups import Loss
-from cotrain.config.settings import DraftFolderConfig, RolloutConfig, TrainConfig, learnt, sampling
+from cotrain.config.settings import DraftFolderConfig, RolloutConfig, TrainConfig, judged, learnt, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.fingerprints import identity
@@ -240,7 +240,7 @@ def sampled_texts(
     if server:
         by = partial(_remote, cfg, tokenizer, ends_of(target))
     elif isinstance(cfg, TrainConfig) and cfg.shards_target:
-        by = partial(_unsampled, folder)
+        by = partial(_unsampled, cfg, folder)
     elif draft_path:
         by = partial(_speculative, draft_path, target, tokenizer, rollout.rows)
     return Sampled(target, tokenizer, folder, asked(cfg), rollout.rows, rollout.seed, source, by, server)
@@ -282,10 +282,13 @@ def _remote(cfg: TrainConfig | RolloutConfig, tokenizer: PreTrainedTokenizerBase
     return Remote(servers, tokenizer, servers.rows, ends)
 
 
-def _unsampled(folder: Path) -> Sampler:
+def _unsampled(cfg: TrainConfig, folder: Path) -> Sampler:
+    temperatures = {"train": learnt(cfg), "held_out": [*judged(cfg)]}
+    texts = " and ".join(f"kind={kind} regime.temperature={t:g}" for kind, ts in temperatures.items() for t in ts)
     raise UserError(
-        f"target.device_map=auto: several processes share the target, so none can sample texts, and {folder} has none: "
-        "sample them first, cotrain rollout target.device_map=auto output=FOLDER, and set rollout.folder=FOLDER"
+        f"target.device_map=auto: several processes share the target, so none can sample texts, and {folder} lacks "
+        f"some: sample them first, cotrain rollout target.device_map=auto output=FOLDER with {texts}, and set "
+        "rollout.folder=FOLDER; rollout.temperatures=[] needs fewer"
     )
 
 

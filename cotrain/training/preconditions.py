@@ -91,7 +91,7 @@ def require(cfg: TrainConfig) -> RunOutline:
         _folders(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
-        _teacher(cfg)
+        _teacher(cfg, target)
         draft = _draft(cfg, target, tokenizer)
         _served_states(cfg, target, tokenizer, draft)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
@@ -322,11 +322,11 @@ def _folders(cfg: TrainConfig) -> None:
         server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
 
-def _teacher(cfg: TrainConfig) -> None:
+def _teacher(cfg: TrainConfig, target: PreTrainedModel) -> None:
     """Raise UserError for settings that need the whole target in this process, though servers, several processes or
     several devices have it."""
     if cfg.target.device_map:
-        _spread(cfg)
+        _spread(cfg, target)
     if not cfg.teacher.urls:
         return
     needs = {
@@ -347,15 +347,17 @@ def _teacher(cfg: TrainConfig) -> None:
         )
 
 
-def _spread(cfg: TrainConfig) -> None:
+def _spread(cfg: TrainConfig, target: PreTrainedModel) -> None:
     """Raise UserError for settings that do not fit target.device_map=auto. Layers on several devices cannot be copied
     into a draft that runs them in one pass, nor moved. If they are sharded, each process must call the target equally
     often, and none has it alone."""
     kind, several = f"draft={cfg.draft.kind}", cfg.shards_target
     taught = TAUGHT if several else [name for name in DRAFTS if name != "early_exit"]
-    torchrun = f"torchrun --nproc-per-node={cfg.trainer.devices} -m cotrain train"
+    nodes = f"--nnodes={cfg.trainer.nodes} " * (cfg.trainer.nodes > 1)
+    torchrun = f"torchrun {nodes}--nproc-per-node={cfg.trainer.devices} -m cotrain train"
     remedies = {
         kind: (cfg.draft.kind not in taught, f"use one of {', '.join(taught)}"),
+        "target.path": (target.config.is_encoder_decoder, "use a decoder alone, or leave out target.device_map="),
         "mode=joint": (cfg.mode != "distil", "set mode=distil"),
         "quantisation": (several and cfg.quantisation.kind != "none", "set quantisation=none"),
         "teacher.url": (bool(cfg.teacher.urls), "leave out one of the two"),

@@ -88,7 +88,7 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     """Return lines for the user about a run that `require` accepts. Raises UserError, which names the keys, if there is
     too little memory or disk."""
     need, rows = estimate_need(cfg, known), known.target.config.get_text_config().vocab_size
-    memory, disk = _memory(), shutil.disk_usage(_existing(Path(cfg.output))).free
+    memory, disk = _memory(cfg), shutil.disk_usage(_existing(Path(cfg.output))).free
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
@@ -102,7 +102,7 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     if need.memory > memory:
         raise UserError(
             "\n".join(lines) + "\nnot enough memory: lower trainer.batch, rollout.new_tokens or "
-            "rollout.rows, or set quantisation=nf4"
+            f"rollout.rows, or set {'more trainer.devices' if cfg.shards_target else 'quantisation=nf4'}"
         )
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
@@ -176,12 +176,20 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
     if cfg.teacher.urls:  # the layers, and what samples, are elsewhere
-        parts = {id(part.weight): part.weight for part in _ends(known.target)}.values()
-        weights, sampling = float(sum(part.numel() for part in parts)) * half(device()).itemsize, 0.0
+        weights, sampling = float(_ends_size(known.target)) * half(device()).itemsize, 0.0
+    elif cfg.shards_target:  # a part of the layers, and one layer at a time
+        ends, world = float(_ends_size(known.target)), cfg.trainer.devices * cfg.trainer.nodes
+        each = weights / big
+        weights = each * (ends + (big - ends) * (1 / world + 1 / config.num_hidden_layers))
     if student_class(cfg.draft.kind).rounds_target:  # the draft is a copy of the target in fewer bits
         sampling += big * WEIGHT_BYTES[bits_of(cfg.draft)]
     needs = [trained + activations + distributions, sampling, 2 * weights * (cfg.mode == "joint")]
     return Need(big, small, weights + max(needs), small * 4.0 * (cfg.trainer.validations + 4))
+
+
+def _ends_size(target: PreTrainedModel) -> int:
+    """Return the number of weights of a target's embeddings and head, which may share them."""
+    return sum(part.numel() for part in {id(part.weight): part.weight for part in _ends(target)}.values())
 
 
 def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
@@ -213,10 +221,15 @@ def decoding(cfg: TrainConfig, target: PretrainedConfig, draft: PretrainedConfig
     return max(float(sum(cache_bytes(config, *shape, dtype) for config in (target, draft))) for shape in shapes)
 
 
-def _memory() -> float:
-    """Return the free bytes of the GPU, or of main memory if there is none."""
-    if torch.cuda.is_available():
+def _memory(cfg: TrainConfig) -> float:
+    """Return the free bytes for a process's models: of its GPU, of all GPUs and main memory if the target is spread
+    over these, or of main memory if there is no GPU."""
+    if torch.cuda.is_available() and (cfg.target.device_map is None or cfg.shards_target):
         return float(torch.cuda.mem_get_info()[0])
+    return _main_memory() + sum(float(torch.cuda.mem_get_info(i)[0]) for i in range(torch.cuda.device_count()))
+
+
+def _main_memory() -> float:
     if MEMINFO.exists():  # its figure counts caches that can be freed, unlike sysconf
         line = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
         if line:

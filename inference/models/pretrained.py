@@ -185,8 +185,8 @@ def refuse_unsupported(model: PreTrainedModel, config: PreTrainedConfig) -> None
         )
 
 
-def whole_tensor(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
-    """Return all values of an entry (`name`, `tensor`) of the model's state_dict(). accelerate may keep them elsewhere
+def whole_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return all values of an entry (`name`, `tensor`) of a module's state_dict(). accelerate may keep them elsewhere
     than in the module. A sharded tensor is gathered, which all processes must do together."""
     sharded: Any = tensor
     if hasattr(sharded, "full_tensor"):
@@ -200,6 +200,12 @@ def whole_tensor(model: PreTrainedModel, name: str, tensor: Tensor) -> Tensor:
     with align_module_device(owner):
         whole: Tensor = getattr(owner, part).detach()
     return whole
+
+
+def head_weight(model: PreTrainedModel) -> Tensor:
+    """Return the weight (V, D) of the model's head, wherever accelerate keeps it."""
+    head: Any = model.get_output_embeddings()
+    return whole_tensor(head, "weight", head.weight.detach())
 
 
 def layers_of(config: PreTrainedConfig) -> int:

@@ -129,6 +129,11 @@ def quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
 
 @torch.no_grad()
 def _quantised_copy(target: PreTrainedModel, bits: str) -> PreTrainedModel:
+    if any(weight.is_meta for weight in target.parameters()):
+        raise ValueError(
+            f"{type(target).__name__}: some layers are not on a device (target.device_map=auto), so a draft cannot be "
+            "the target in fewer bits: use another kind of draft"
+        )
     model = copy.deepcopy(target)
     head = model.get_output_embeddings()
     for module in model.modules():

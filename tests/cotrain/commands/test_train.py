@@ -24,8 +24,10 @@ from cotrain.training import fit, preflight, results
 from cotrain.training import run as runs
 from inference import Sampling, load
 from inference.report.build import validate
+from tests import standin
 from tests.folders import own_texts, target_folder
 from tests.pages import Parsed
+from tests.settings import composed, typed
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
@@ -479,7 +481,7 @@ def test_check_refuses_what_does_not_fit(
     if name == "shutil":
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 0, 1))
     else:
-        monkeypatch.setattr(preflight, name, lambda: value)
+        monkeypatch.setattr(preflight, name, lambda _: value)
     assert job(place, "checked", "check=true") == 1
     assert message in capsys.readouterr().err and not (place / "checked").exists()
 
@@ -487,9 +489,17 @@ def test_check_refuses_what_does_not_fit(
 def test_memory_is_what_is_available_not_what_is_unused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(preflight, "MEMINFO", tmp_path / "meminfo")
-    whole = preflight._memory()
+    whole = preflight._memory(typed(composed()))
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree:  1 kB\nMemAvailable:    5 kB\n")
-    assert preflight._memory() == 5 * 1024 < whole
+    assert preflight._memory(typed(composed("target.device_map=auto"))) == 5 * 1024 < whole
+
+
+def test_memory_of_a_target_on_several_devices_is_theirs_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "_main_memory", lambda: 100.0)
+    cases = {"": 2.0**33, "target.device_map=auto": 100 + 3 * 2.0**33}
+    cases["target.device_map=auto trainer.devices=2"] = 2.0**33
+    with standin.device(devices=3):
+        assert {given: preflight._memory(typed(composed(*given.split()))) for given in cases} == cases
 
 
 TEMPLATE = (

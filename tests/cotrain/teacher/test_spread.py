@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from cotrain.cli import main
 from cotrain.data.fingerprints import fingerprint
@@ -19,10 +20,14 @@ from cotrain.errors import UserError
 from cotrain.students.independent import IndependentStudent, plain_tensors
 from cotrain.teacher.target_model import load_target, served
 from cotrain.training import assembly
-from cotrain.training.job import Job
+from cotrain.training.job import Job, sampled_texts
 from cotrain.training.preconditions import require
 from inference import Engine, Sampling
 from inference.models.passes import LAST
+from inference.models.pretrained import head_weight
+from inference.policy import Fixed
+from inference.proposers import Independent
+from inference.proposers.quantised import quantised_copy
 from tests import standin
 from tests.folders import network, own_texts, target_folder, tokenizer
 from tests.settings import composed, typed
@@ -120,6 +125,7 @@ for _ in range(2):
     assert all(torch.equal(found[name], part) for name, part in expected.items())
 assert fingerprint(model) == fingerprint(whole)
 assert all(torch.equal(tensors[name], part) for name, part in plain_tensors(model).items())
+read(model)  # which leaves each layer's part alone
 count = lambda parts: sum(part.to_local().numel() if hasattr(part, "to_local") else part.numel() for part in parts)
 shares = [count(m.parameters()) for m in (decoder_layers(model), decoder_layers(whole))]
 assert shares[0] * 2 == shares[1] and model.get_output_embeddings().weight.shape[0] == whole.config.vocab_size
@@ -159,6 +165,58 @@ def test_two_processes_with_a_sharded_target_train_what_one_would(folder: Path, 
         sum((ours[name] - other[name]).double().square().sum() for name in ours).sqrt() for other in (began, theirs)
     )
     assert apart < 0.02 * moved and moved > 1e-2
+
+
+def test_a_tree_of_drafts_on_two_devices_gives_the_texts_of_one(tmp_path: Path) -> None:
+    """With a head of its own on the last device."""
+    config = LlamaConfig(**network().config.to_dict() | {"tie_word_embeddings": False})
+    torch.manual_seed(1)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    draft = network(1)
+
+    def told(model: PreTrainedModel) -> list[list[int]]:
+        trees = Independent(draft.to(model.device), shape=(-1, -1, 0, 0), compile=False)  # type: ignore[arg-type]
+        engine = Engine(model, trees, verify="tree", rows=1, policy=Fixed(2), compile=False)
+        prompts = [[5, 6, 7, 8, 9]]
+        return engine.generate(prompts, max_new_tokens=8, sampling=Sampling(1.0), seed=3, ignore_eos=True).tokens
+
+    whole = load_target(str(tmp_path), dtype="float32")
+    texts, expected = told(whole), read(whole)
+    with standin.device():
+        model = load_target(str(tmp_path), dtype="float32", device_map="auto")
+        assert model.lm_head.weight.device.index == 1  # type: ignore[attr-defined]
+        found = read(model)
+        assert told(model) == texts
+    torch.testing.assert_close(found["logits"], expected["logits"])
+
+
+def test_a_head_on_a_disk_fills_an_eagle_as_one_in_memory(tmp_path: Path) -> None:
+    config = LlamaConfig(**network().config.to_dict() | {"tie_word_embeddings": False})
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "target")
+    places = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "model.layers"), "cpu")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "target", device_map=places | {"lm_head": "disk"}, offload_folder=tmp_path / "disk"
+    )
+    whole = load_target(str(tmp_path / "target"))
+    assert model.lm_head.weight.is_meta and torch.equal(head_weight(model), whole.lm_head.weight)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="some layers are not on a device"):
+        quantised_copy(model, "int8")
+
+
+def test_one_process_on_each_of_two_machines_shares_the_target() -> None:
+    cfg = typed(composed("trainer.nodes=2", "target.device_map=auto"))
+    assert cfg.shards_target and not typed(composed("trainer.nodes=2")).shards_target
+
+
+def test_processes_that_share_a_target_do_not_sample(tmp_path: Path) -> None:
+    cfg = typed(composed("trainer.devices=2", "target.device_map=auto", "rollout.temperatures=[0.5]"))
+    texts = sampled_texts(cfg, network(), tokenizer(), tmp_path)
+    prompts = SimpleNamespace(prompts=lambda *_: [("own", [5, 6])])
+    with pytest.raises(
+        UserError, match="with kind=train regime.temperature=1 and kind=held_out regime.temperature=0.5 "
+    ):
+        texts.sample("train", Sampling(1.0), prompts)
 
 
 def test_states_are_read_in_step() -> None:
