@@ -36,12 +36,12 @@ def overfit(cfg: TrainConfig) -> str:
     began, cfg = time.monotonic(), _settings(cfg)
     with TemporaryDirectory() as place:
         sources = require(cfg).sources
-        found = train(cfg, Path(place), Deadline(None, began), sources, build=_on_its_own_texts, write=_figures)
+        figures = train(cfg, Path(place), Deadline(None, began), sources, build=_on_its_own_texts, write=_figures)
     line = (
-        f"overfit: acceptance {found['alpha']:.3f} after {found['steps']} steps on {found['texts']} texts, "
+        f"overfit: acceptance {figures['alpha']:.3f} after {figures['steps']} steps on {figures['texts']} texts, "
         f"{time.monotonic() - began:.0f} s"
     )
-    if found["alpha"] < ENOUGH:
+    if figures["alpha"] < ENOUGH:
         raise UserError(
             f"{line}, and not {ENOUGH}: the pipeline is wrong (look at the prompts of check=true), optimizer.lr="
             f"{cfg.optimizer.lr:g} does not fit, or the draft is too small for one text (draft.vocabulary=)"

@@ -108,4 +108,4 @@ def test_the_notebook(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     names = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
-    assert len(names) == 7 and all(f"({name})" in listed for name in names)
+    assert len(names) == 8 and all(f"({name})" in listed for name in names)

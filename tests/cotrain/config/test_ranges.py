@@ -20,7 +20,7 @@ def test_a_run_that_an_earlier_version_began_goes_on(kind: str, tmp_path: Path) 
     stored = json.loads(EARLIER.read_text())
     stored["settings"]["draft"] = stored.pop("drafts")[kind]
     (tmp_path / MARKER).write_text(json.dumps(stored))
-    settings = typed(composed(), f"draft.kind={kind}").model_dump(exclude={"output", "overwrite", "check"})
+    settings = typed(composed(), f"draft.kind={kind}").model_dump(exclude={"output", "overwrite", "check", "overfit"})
     settings["target"]["weights"] = stored["settings"]["target"]["weights"]
     means = partial(change, draft=DRAFTS[kind])
     assert refuse_folder(tmp_path, settings=settings, kind=means) == "unfinished"
