@@ -20,6 +20,11 @@ def user_errors() -> Iterator[None]:
         raise UserError(" ".join(str(error).split())) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its type if it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class NotFinite(UserError):
     """Raised before the optimiser step if the loss is NaN or infinite. said: the message. ids: token ids of each text
     in the batch."""

@@ -27,7 +27,6 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import PROMPTS, REPORT, Folder, Metadata, ServedAs, load_draft, load_tokenizer, read
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.published import published
 from inference.drafts.weight_files import building, read_json, weight_files
 from inference.models.pretrained import longest_text
 from inference.proposers import kind_of
@@ -169,8 +168,8 @@ def _sketch(draft_folder: Folder, network: Any, target: PreTrainedModel) -> PreT
     path = draft_folder.path
     if network is None:
         return None
-    if layout := published(path):
-        return published_network(layout, target)
+    if draft_folder.layout:
+        return published_network(draft_folder.layout, target)
     if network is CausalLM:
         with building(path):
             config = AutoConfig.from_pretrained(path)

@@ -41,8 +41,8 @@ ALIASES: dict[str, list[str]] = {
         "model model_name_or_path target_model target_model_path": "target.path",
         "draft_model assistant_model speculative_model speculative_draft_model_path init.path": "draft.path",
         "dataset dataset_name train_file train_data_path path": "data.path",
-        "num_speculative_tokens num_assistant_tokens speculative_num_steps gamma k": "policy.k k bench.depths",
-        "speculative_tokens num_draft_tokens": "policy.k k bench.depths",
+        "num_speculative_tokens num_assistant_tokens speculative_num_steps gamma k speculative_tokens "
+        "num_draft_tokens": "policy.k k bench.depths",
         "load_in_4bit load_in_8bit quantization": "quantisation",
         "torch_dtype dtype": "target.dtype",
         "max_tokens max_new_tokens": "max_new_tokens bench.new_tokens new_tokens rollout.new_tokens",

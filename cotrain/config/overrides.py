@@ -11,6 +11,7 @@ from cotrain.config.base import Mark, fields
 from cotrain.config.drafts import OF_KINDS
 from cotrain.config.names import alias, below, nearest, unknown
 from cotrain.config.settings import SCHEMAS, TrainConfig, keys_of, presets
+from cotrain.errors import first_line
 from cotrain.losses.names import REMOVED_LOSSES
 from cotrain.paths import folder
 
@@ -207,4 +208,4 @@ def flag(name: str, command: str) -> str:
 
 
 def _first(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].strip()
+    return first_line(error).strip()

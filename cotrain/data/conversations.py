@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.rows import DataRow, Message
+from cotrain.errors import first_line
 from inference.request import content_of
 
 EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
@@ -101,7 +102,7 @@ class Template:
                 )
             )
         except Exception as error:  # whatever a template and its values raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
             raise ValueError(f"the target's chat template fails: {reason}") from error
 
     def ids(self, text: str) -> list[int]:

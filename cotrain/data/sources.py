@@ -43,6 +43,7 @@ from cotrain.data.rows import (
 )
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
+from cotrain.errors import first_line
 from inference.drafts.weight_files import CONFIG
 
 LOADERS = {
@@ -239,11 +240,6 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
                 yield place, row
         except UNREADABLE as error:
             raise ValueError(f"{'after ' * (place != name)}{place}: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has no message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _bytes(path: Path) -> Any:

@@ -167,13 +167,12 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
 def since_start(before: RunFigures, after: RunFigures) -> list[str]:
     """Return a line for the user for each temperature: how far a training has moved a draft that it began with. before,
     after: the figures of its start and of its end, from `per_text`, on the same texts."""
-    gains = compare({"start": [{"texts": before}], "end": [{"texts": after}]}, "start")
+    gains = [_gain("end", [{"texts": after}], [{"texts": before}], temperature, DEPTHS[0]) for temperature in after]
     return [
         f"since the start, T={gain.temperature}: acceptance {before[gain.temperature]['alpha']:.3f} -> "
         f"{gain.alpha:.3f}, tau at k={gain.k} {gain.tau / (1 + gain.gain):.2f} -> {gain.tau:.2f}, {gain.gain:+.1%} "
         f"[{gain.low:+.1%}, {gain.high:+.1%}] on {gain.texts} texts"
         for gain in gains
-        if gain.label == "end" and gain.k == DEPTHS[0]
     ]
 
 

@@ -496,9 +496,9 @@ def _checked_path(student: type[Student], draft: Draft) -> str:
     if not path:
         raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name one with draft.path=")
     if Path(path).is_dir():
-        folder, layout = read(path), published(Path(path))
-        kinds = (student.kind,) if layout else (student.kind, *student.begins_with)
-        if (folder.metadata or layout) and folder.kind not in kinds:
+        folder = read(path)
+        kinds = (student.kind,) if folder.layout else (student.kind, *student.begins_with)
+        if (folder.metadata or folder.layout) and folder.kind not in kinds:
             raise ValueError(
                 f"draft.path={path}: a draft of kind {folder.kind}, but draft={student.kind} can only begin with one "
                 f"of kind {', '.join(kinds)}: name such a folder, or set draft={folder.kind}"

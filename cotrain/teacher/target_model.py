@@ -278,8 +278,7 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
         return states
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
-        states: Tensor = _read(model, ids, position_ids).last_hidden_state
-        return states.to(model.device)  # the last layer may be on another device
+        return _read(model, ids, position_ids)
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
@@ -287,14 +286,16 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     return decoded if model.config.is_encoder_decoder else hidden, logits
 
 
-def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Any:
-    """Return the output of a causal LM's body for ids (B, T). position_ids (B, T), on the CPU; None: each row is one
-    text."""
+def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """Return the last hidden states (B, T, D) of a causal LM's body for ids (B, T). position_ids (B, T), on the CPU;
+    None: each row is one text."""
     masking_utils.find_packed_sequence_indices = _known_texts  # transformers calls it by its name in the module
     asked = _texts.set((None if position_ids is None else find_packed_sequence_indices(position_ids),))
     positions = {} if position_ids is None else {"position_ids": sent(position_ids, model.device)}
     try:
-        return model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions)
+        output = model.base_model(input_ids=sent(ids, model.device), use_cache=False, **positions)
+        states: Tensor = output.last_hidden_state.to(model.device)  # the last layer may be on another device
+        return states
     finally:
         _texts.reset(asked)
 
@@ -397,8 +398,8 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
         with tapped(model, layers) as states:
-            out = _read(model, ids, position_ids)
-        return {LAST: out.last_hidden_state.to(model.device)} | {layer: states[layer] for layer in layers}
+            last = _read(model, ids, position_ids)
+        return {LAST: last} | {layer: states[layer] for layer in layers}
 
     return decoded if encodes else read
 

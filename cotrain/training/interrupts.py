@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback
 
-from cotrain.errors import Interrupted, UserError
+from cotrain.errors import Interrupted, UserError, first_line
 from cotrain.training.distributed import ends_step
 from inference.drafts.atomic import new_file
 
@@ -92,7 +92,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError) as error:
         if "allocate" in str(error):  # out of memory: the file is not damaged
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
     raise UserError(f"{path} cannot be read ({reason}): delete it, and the same command writes it again from the start")
 
 

@@ -52,14 +52,14 @@ def overfit(cfg: TrainConfig) -> str:
 def _settings(cfg: TrainConfig) -> TrainConfig:
     """Return settings of the same draft, data, loss and regime, for few texts and many evaluations."""
     cfg = cfg.model_copy(deep=True)
-    cfg.measure, cfg.minutes, cfg.label = False, None, "overfit"
+    cfg.measure, cfg.minutes = False, None
     rollout, trainer = cfg.rollout, cfg.trainer
     rollout.texts = rollout.held_out_texts = rollout.rounds = 1
     rollout.temperatures, rollout.train_temperatures, rollout.folder = [cfg.regime.temperature], [], None
     trainer.steps, trainer.validations, trainer.corpus_steps, trainer.minutes = STEPS, STEPS // EVERY, 0, None
     trainer.batch, trainer.accumulate, trainer.devices, trainer.nodes = 2, 1, 1, 1
     cfg.optimizer.warmup, cfg.optimizer.decay = 0.05, 0.9  # at a constant rate, rounding of Adam's steps stays
-    trainer.strategy, trainer.ema, trainer.cache, trainer.patience = "auto", 0.0, None, 0
+    trainer.strategy, trainer.ema, trainer.cache = "auto", 0.0, None
     return cfg
 
 

@@ -91,7 +91,8 @@ def require(cfg: TrainConfig) -> RunOutline:
         _folders(cfg)
         target, tokenizer = outline(cfg.target.path, cfg.target.trust_remote_code)
         _target(cfg, target, tokenizer)
-        _teacher(cfg, target)
+        _spread(cfg, target)
+        _teacher(cfg)
         draft = _draft(cfg, target, tokenizer)
         _served_states(cfg, target, tokenizer, draft)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
@@ -322,11 +323,8 @@ def _folders(cfg: TrainConfig) -> None:
         server("rollout.url", cfg.rollout.url, sampling(cfg.regime))
 
 
-def _teacher(cfg: TrainConfig, target: PreTrainedModel) -> None:
-    """Raise UserError for settings that need the whole target in this process, though servers, several processes or
-    several devices have it."""
-    if cfg.target.device_map:
-        _spread(cfg, target)
+def _teacher(cfg: TrainConfig) -> None:
+    """Raise UserError for settings that need the target's layers in this process, though servers run it."""
     if not cfg.teacher.urls:
         return
     needs = {
@@ -351,6 +349,8 @@ def _spread(cfg: TrainConfig, target: PreTrainedModel) -> None:
     """Raise UserError for settings that do not fit target.device_map=auto. Layers on several devices cannot be copied
     into a draft that runs them in one pass, nor moved. If they are sharded, each process must call the target equally
     often, and none has it alone."""
+    if cfg.target.device_map is None:
+        return
     kind, several = f"draft={cfg.draft.kind}", cfg.shards_target
     taught = TAUGHT if several else [name for name in DRAFTS if name != "early_exit"]
     nodes = f"--nnodes={cfg.trainer.nodes} " * (cfg.trainer.nodes > 1)

@@ -32,7 +32,7 @@ from inference.drafts.bundled_target import BUNDLED
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import ADAPTER, hash_tokenizer, hash_weights
 from inference.drafts.gguf_target import PACKAGED
-from inference.drafts.published import imported, kind_in, published
+from inference.drafts.published import Published, imported, kind_in, published
 from inference.drafts.weight_files import (
     CONFIG,
     building,
@@ -260,11 +260,12 @@ def other_report(folder: Path, metadata: Metadata | None) -> str | None:
 @dataclass(frozen=True)
 class Folder:
     """A draft folder. kind: kind of draft. metadata: the contents of `cotrain.json`, None if the folder has no such
-    file. path: the folder's path."""
+    file. path: the folder's path. layout: its published layout, None for our own and for a causal LM."""
 
     kind: str
     metadata: Metadata | None
     path: Path
+    layout: Published | None = None
 
 
 def save(
@@ -388,7 +389,8 @@ def read(folder: str | Path) -> Folder:
             f"{problem}: the report may be about another draft; to measure again: cotrain bench draft.path={path}",
             stacklevel=1,
         )
-    return Folder(metadata.kind if metadata else kind_in(path), metadata, path)
+    layout = published(path)
+    return Folder(metadata.kind if metadata else kind_in(path, layout), metadata, path, layout)
 
 
 def _metadata(file: Path) -> Metadata:
@@ -455,10 +457,10 @@ def _served_before(values: Mapping[str, Any], report: Path) -> Mapping[str, Any]
 def folder_identity(folder: Path) -> str:
     """Return a hash, in hexadecimal, that differs between drafts and is equal for all exports of one draft. It covers
     the metadata on training, or the weights' files if there are no metadata."""
-    metadata = read(folder).metadata
+    draft = read(folder)
+    metadata = draft.metadata
     if metadata is None:
-        layout = published(folder)
-        files = layout.files() if layout else weight_files(folder)
+        files = draft.layout.files() if draft.layout else weight_files(folder)
         return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
     training = {key: value for key, value in metadata.origin.items() if key not in ("export", "adapter")}
     return hashlib.sha256(json.dumps([metadata.kind, training], sort_keys=True).encode()).hexdigest()
@@ -487,8 +489,8 @@ def load_draft(
     """
     draft = read(folder)
     require_class(draft, network)
-    if layout := published(draft.path):
-        loaded, _ = imported(layout, model, dtype)
+    if draft.layout:
+        loaded, _ = imported(draft.layout, model, dtype)
     else:
         loaded, problems, _ = load_weights(draft.path, dtype, trust_remote_code, network)
         if problems:
@@ -507,11 +509,10 @@ def require_class(draft: Folder, network: Any) -> None:
     unless it has a published layout. draft: the folder."""
     from inference.proposers.kinds import kind_of  # its package imports this module
 
-    layout = None if draft.metadata else published(draft.path)
-    if draft.metadata is None and layout is None:
+    if draft.metadata is None and draft.layout is None:
         return
     if (own := kind_of(draft.kind).network_class) is not network:
-        file = draft.path / (CONFIG if layout else METADATA)
+        file = draft.path / (METADATA if draft.metadata else CONFIG)
         raise ValueError(
             f"{file}: the folder of a draft of kind {draft.kind!r} has {class_named(own)}, not "
             f"{class_named(network)}: give kind= its own kind, or another folder"

@@ -154,10 +154,10 @@ def _architectures(values: Mapping[str, Any]) -> str:
     return " ".join(map(str, values.get("architectures") or ())).lower()
 
 
-def kind_in(path: Path) -> str:
+def kind_in(path: Path, layout: Published | None) -> str:
     """Return the kind of a draft folder by its config.json alone: that of its published layout or of our own, and
-    "independent" for a causal LM."""
-    if layout := published(path):
+    "independent" for a causal LM. layout: of the folder, from `published`."""
+    if layout:
         return layout.kind
     values = read_json(path / CONFIG)
     names = _architectures(values) if NATIVE in values else ""

@@ -21,7 +21,7 @@ ROWS_OF_BUGS = [
     ('the_last_batch_is_read_and_not_learnt', 'cotrain/training/distributed.py', 'Ahead.__iter__', 'if earlier is not None:\n            yield earlier', 'if False:\n            yield earlier', [STATES + 'test_the_last_batch_is_learnt_too'], 'texts are not learnt'),
     ('slots_of_the_first_device', 'inference/models/cache.py', 'Window.indices', '.flatten().to(store.device)', '.flatten()', [DEVICES], 'layers on another device cannot write their keys'),
     ('states_stay_where_their_layer_is', 'inference/models/pretrained.py', 'tapped', 'value.to(device)', 'value', [DEVICES], 'a draft gets states on several devices'),
-    ('the_last_states_stay_there', 'cotrain/teacher/target_model.py', 'halves', 'return states.to(model.device)', 'return states', [DEVICES], 'the loss gets states of another device'),
+    ('the_last_states_stay_there', 'cotrain/teacher/target_model.py', '_read', 'output.last_hidden_state.to(model.device)', 'output.last_hidden_state', [DEVICES], 'the loss gets states of another device'),
     ('rows_to_keep_on_the_first_device', 'inference/models/pretrained.py', 'own_logits', 'if not spread and', 'if', [DEVICES], "a model's own logits cannot be compared"),
     ('meta_weights_have_no_print', 'inference/models/pretrained.py', 'whole_tensor', 'if not tensor.is_meta:', 'if True:', [DISK], 'a target that is partly on a disk has no fingerprint'),
     ('drafts_copy_meta_layers', 'cotrain/students/independent.py', 'plain_tensors', 'whole_tensor(target, name, tensor)', 'tensor', [DISK], 'a draft begins with layers without values'),
