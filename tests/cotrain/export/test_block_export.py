@@ -161,7 +161,7 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
 def test_the_command_is_for_vllm_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_pair", lambda path: (tiny(dtype=torch.float32), None))
+    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (tiny(dtype=torch.float32), None))
     built(tmp_path / "draft", markov_rank=3)
 
     def run(engine: str, layout: str) -> str:

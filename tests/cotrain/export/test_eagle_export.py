@@ -74,7 +74,7 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
     target, tree = tiny(dtype=torch.float32), PlannedTree((-1, -1, -1, 0, 0, 3), "tree")
     metadata = Metadata(TARGET, 4, kind="eagle", tree=tree)
     built = save(kinds.eagle(target, draft_vocab_size=16), None, tmp_path / "draft", metadata, None)
-    monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
+    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (target, None))
 
     def said(engine: str, k: int | None = None) -> str:
         commands.run(

@@ -106,7 +106,7 @@ def exported(target: LlamaForCausalLM, place: Path, layers: list[int], layout: s
 
 def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> ExportConfig:
     """An export for TensorRT-LLM of the draft in `place`."""
-    monkeypatch.setattr(commands, "load_pair", lambda path: (target, None))
+    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (target, None))
     return ExportConfig(
         draft=Model(path=str(place / "draft")),
         target=Model(path="the/target"),

@@ -129,7 +129,7 @@ def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -
 def test_the_command_tells_vllm_to_draft_in_parallel_and_no_other_engine_gets_one(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_pair", lambda path: (tiny(dtype=torch.float32), None))
+    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (tiny(dtype=torch.float32), None))
 
     def run(engine: str, layout: str) -> str:
         commands.run(
