@@ -88,6 +88,12 @@ class ServedTarget(Settings):
     """auto: the layers are spread over this machine's GPUs and its memory or, in a training of several processes,
     sharded over these; null: each process has the whole target."""
 
+    def unread(self, run: Any) -> Mapping[str, str]:
+        """Return `device_map` with the reason if the command loads no weights of the target, otherwise {}. run: all
+        settings of the command."""
+        loads = hasattr(run, "quantisation")
+        return {} if loads else {"device_map": "this command loads no weights of the target: leave it out"}
+
 
 class Target(ServedTarget):
     """The model that is served. path=bundled selects the model shipped in data/target.

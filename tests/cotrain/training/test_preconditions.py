@@ -329,6 +329,11 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
         (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
         (["rollout", "rollout.rounds=2"], "rollout.rounds=2: the setting has no effect here: cotrain rollout"),
+        (["teacher", "target.device_map=auto"], "target.device_map=auto: the setting has no effect here: this command"),
+        (
+            ["datastore", "target.device_map=auto"],
+            "target.device_map=auto: the setting has no effect here: this command",
+        ),
         (["train", "data.shares={a: 2.0}"], "data.shares.a=2.0: it must be from 0 to 1"),
     ):
         assert main(arguments) == 1
