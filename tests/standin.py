@@ -274,6 +274,8 @@ class _Names(TorchFunctionMode):
         kwargs = {name: self._named(value) for name, value in (kwargs or {}).items()}
         args = tuple([self._named(value) if isinstance(value, NAMES) else value for value in args])
         if func is Tensor.pin_memory:  # a CPU build has no such memory: a copy that is known as one
+            if torch._debug_has_internal_overlap(args[0]) == 1:  # as an H200 did
+                raise RuntimeError("unsupported operation: more than one element refers to a single memory location")
             found = args[0].clone()
             self.gpu.pinned[id(found)] = weakref.ref(found)
             return found

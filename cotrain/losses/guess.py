@@ -31,7 +31,7 @@ def numbers(mask: Tensor) -> Tensor:
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """Return a copy of `values` on the device, made without waiting for the device."""
     if device.type == "cuda" and values.device.type == "cpu":
-        values = values.pin_memory()
+        values = values.contiguous().pin_memory()  # an expanded tensor cannot be pinned
     return values.to(device, non_blocking=True)
 
 
