@@ -38,8 +38,8 @@ WHEELS = ("pydantic", "pydantic-core", "annotated-types", "typing-inspection", "
 PYTHON = "3.12"  # of that machine
 # imported packages that it has; and those that only a setting or another environment asks for
 THERE = set(
-    "accelerate huggingface_hub jinja2 lightning markupsafe matplotlib numpy packaging peft pyarrow pytest rich safetensors "
-    "tensorboard tokenizers torch transformers yaml".split()
+    "accelerate huggingface_hub jinja2 lightning markupsafe matplotlib numpy packaging peft pyarrow pytest rich "
+    "safetensors tensorboard tokenizers torch transformers yaml".split()
 )
 ELSEWHERE = {"small_target", "trl", "vllm", "vllm_repair", "wandb"}
 # of plotly a page needs its JavaScript alone; of bitsandbytes one library of many
