@@ -37,6 +37,7 @@ COMMANDS = {
     "compare": "compare the tau (acceptance length) of runs, with confidence intervals",
     "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",
     "serve_check": "compare a running server's acceptance with this engine's",
+    "audit": "say whether a running server's texts are sampled from its target",
     "generate": "generate text in which drafted tokens are marked",
 }
 SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them

@@ -31,7 +31,12 @@ Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free",
 MARKER, LOCK = "run.json", "run.lock"
 REPLACED = "replaced"  # in a folder: the run that overwrite=true replaces, until the new one is finished
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
-REPEATED = {"bench", "plan", "serve_check"}  # commands that measure anew each time, and keep what was measured before
+REPEATED = {
+    "bench",
+    "plan",
+    "serve_check",
+    "audit",
+}  # commands that measure anew each time, and keep what was measured before
 
 
 @dataclass

@@ -32,19 +32,24 @@ class FakeVLLM:
         self.drafts = False
         self.sampled = 0  # requests of texts
         self.pause = 0.0  # seconds for each new token
+        self.heat = 1.0  # a fault: what it multiplies temperatures by
         self.folder.mkdir(parents=True)
 
     @torch.no_grad()
     def answer(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return status and body. Text is the likeliest continuation."""
+        """Return status and body. Text is drawn with the request's temperature and seed."""
         ids = request["prompt"]
         with self.lock:
             fault = self.faults.pop(0) if self.faults and request["max_tokens"] == 1 else None
             self.asked.append(ids)
             self.sampled += request["max_tokens"] > 1
-            new = list[int]()
+            new, generator = list[int](), torch.Generator().manual_seed(request.get("seed", 0))
             for _ in range(request["max_tokens"]):
-                new.append(int(self.model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+                after = self.model(torch.tensor([ids + new])).logits[0, -1]
+                if temperature := request.get("temperature", 0) * self.heat:
+                    new.append(int((after / temperature).softmax(-1).multinomial(1, generator=generator)))
+                else:
+                    new.append(int(after.argmax()))
                 time.sleep(self.pause)
             self.rounds, self.accepted = self.rounds + len(new) // 2, self.accepted + len(new) - len(new) // 2
             last = layers_of(self.model.config)
@@ -71,7 +76,10 @@ class FakeVLLM:
         wait = {"late": 0.05, "locked": 1.0}.get(fault or "", 0.0)
         threading.Timer(wait, self._write, (path, lock, written, fault)).start()
         logprobs = logits.log_softmax(-1)
-        steps = [None, *({str(b): {"logprob": float(logprobs[i, b])}} for i, b in enumerate(ids[1:]))]
+        top = logprobs.topk(request.get("prompt_logprobs") or 0).indices.tolist()
+        steps: list[Any] = [None]
+        for i, b in enumerate(ids[1:]):
+            steps.append({str(token): {"logprob": float(logprobs[i, token])} for token in {b, *top[i]}})
         choice = {"text": "", "token_ids": new, "finish_reason": "length", "prompt_logprobs": steps}
         return 200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
 

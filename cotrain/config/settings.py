@@ -298,7 +298,33 @@ class ServeCheckConfig(DraftFolderConfig):
     output: Output = "outputs/serve_check"
 
 
+class AuditConfig(DraftFolderConfig):
+    """Settings of `cotrain audit`. draft.path=null: without the draft that the server uses."""
+
+    url: Text = None
+    """The server's root."""
+    model: str | None = None
+    """null: the first model that the server lists."""
+    texts: Path = None
+    """Instead of url=: a parquet file of cotrain rollout, or JSON lines with prompt and completion."""
+    p: Annotated[str, one_of("target", "server")] = "target"
+    """Whose distributions the texts are compared with. server: the server's own log-probabilities of its likeliest
+    tokens, for a target that does not fit here."""
+    k: Size | None = None
+    """The server's draft length; null: the planned one."""
+    prompts: Size = 80
+    repeats: Size = 2
+    """Texts of each prompt."""
+    prompt_tokens: Size = 32
+    new_tokens: Size = 128
+    at_once: Size = 8
+    """Concurrent requests."""
+    seed: int = 0
+    output: Output = "outputs/audit"
+
+
 SCHEMAS: dict[str, type[Settings]] = {
+    "audit": AuditConfig,
     "serve_check": ServeCheckConfig,
     "export": ExportConfig,
     "compare": CompareConfig,

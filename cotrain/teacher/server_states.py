@@ -179,7 +179,7 @@ def agreement(reader: Reader, head: Head, texts: Sequence[list[int]]) -> str:
     `ServerReader`."""
     assert isinstance(reader, ServerReader)
     gaps, masses = list[Tensor](), list[Tensor]()
-    owns = reader.servers.map(lambda client, ids: client.prompt_logprobs(ids).double(), texts)
+    owns = reader.servers.map(lambda client, ids: client.own_logprobs(ids).double(), texts)
     for ids, own in zip(texts, owns, strict=True):
         states = reader(torch.tensor([ids]))[LAST]
         here = head(states[0, :-1]).double().log_softmax(-1)

@@ -103,11 +103,14 @@ class StatesClient(Client):
             )
         return read_states(path, ids, len(self.layers))
 
-    def prompt_logprobs(self, ids: list[int]) -> Tensor:
+    def own_logprobs(self, ids: list[int]) -> Tensor:
         """Return the log-probabilities (n - 1,) that the server gives to the ids of a text after the first, in nats:
         entry i is of id i + 1. Raises ConnectionError as `Client` does."""
-        asked = self._asked(ids) | {"prompt_logprobs": 0}
-        return torch.tensor(self._read("/v1/completions", lambda answer: _logprobs(answer, ids), asked))
+        steps = self.prompt_logprobs(ids, 0)
+        try:
+            return torch.tensor([step[token] for step, token in zip(steps, ids[1:], strict=True)])
+        except KeyError as error:
+            raise ConnectionError(f"{self.root} gives no log-probability of token {error}") from error
 
     def _asked(self, ids: list[int]) -> dict[str, Any]:
         return {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
@@ -170,9 +173,3 @@ def _file(answer: str) -> Path | None:
     sent = json.loads(answer).get("kv_transfer_params") or {}
     path = sent.get("hidden_states_path")
     return None if path is None else Path(typed(path, str))
-
-
-def _logprobs(answer: str, ids: list[int]) -> list[float]:
-    """Return the log-probability of each id after the first in the answer to a request."""
-    steps = json.loads(answer)["choices"][0]["prompt_logprobs"][1:]
-    return [float(step[str(token)]["logprob"]) for step, token in zip(steps, ids[1:], strict=True)]

@@ -132,6 +132,13 @@ class Client:
         the server's, as JSON text."""
         return completion_in(answer)
 
+    def prompt_logprobs(self, ids: list[int], top: int) -> list[dict[int, float]]:
+        """Return, for each id of a text after the first, the log-probabilities of the `top` likeliest ids and of the id
+        itself, in nats, by id: at temperature 1, before any setting. Raises ConnectionError as `complete` does, also if
+        the server has no such field; vLLM has."""
+        asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+        return self._read("/v1/completions", lambda answer: logprobs_in(answer, len(ids)), asked)
+
     def resolved_settings(self, sampling: Sampling) -> dict[str, Any] | None:
         """Return the settings that the server really uses for a request with `sampling`, by name. Return None if the
         server does not report them; only llama.cpp does."""
@@ -255,6 +262,15 @@ def completion_in(answer: str) -> tuple[Completion, int | None]:
         end if isinstance(end, int) else None,
     )
     return completion, None if tokens is None else typed(tokens, int)
+
+
+def logprobs_in(answer: str, ids: int) -> list[dict[int, float]]:
+    """Return the log-probabilities in the answer to a request with prompt_logprobs, by id, for each of a text's ids
+    after the first. answer: the server's, as JSON text. ids: number of the text's ids."""
+    steps = typed(json.loads(answer)["choices"][0]["prompt_logprobs"], list)[1:]
+    if len(steps) != ids - 1:
+        raise ValueError(f"log-probabilities of {len(steps)} ids instead of {ids - 1}")
+    return [{int(token): float(one["logprob"]) for token, one in typed(step, dict).items()} for step in steps]
 
 
 def _settings(answer: str) -> dict[str, Any]:

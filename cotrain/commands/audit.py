@@ -1,0 +1,197 @@
+"""Command `cotrain audit`. It judges from texts alone whether a server samples from its target."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cotrain.bench.server_parity import rounds_expected
+from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved
+from cotrain.config.groups import Bench
+from cotrain.config.settings import AuditConfig, sampling
+from cotrain.console import answering, strict
+from cotrain.errors import UserError, user_errors
+from cotrain.page.html_page import document
+from cotrain.page.rendering import Section, html_table
+from cotrain.planning.plan import Plan
+from cotrain.rollout.samplers import Remote
+from cotrain.run_folder import claim, refuse_folder
+from cotrain.training.job import models, settle
+from cotrain.training.preconditions import ids_of, outline, server
+from inference.drafts.atomic import write_atomic
+from inference.exactness.audit import Audit, Served, audit, from_target
+from inference.measure.environment import environment
+from inference.request import ends_of
+from inference.sampling import Sampling
+from inference.sampling.noise import row_ids
+from inference.servers.openai_client import Client, stable_counters
+
+TOP = 20  # likeliest tokens of which vLLM says the log-probabilities, without a setting of its own
+ANSWERS = ("completion", "response", "text")  # columns of texts= with the new text
+
+
+class Sample(NamedTuple):
+    """Texts to audit. prompts, texts: token ids of each prompt, and the new ids after it. rounds: the server's rounds
+    with drafts for these texts, None if it counts none."""
+
+    prompts: list[list[int]]
+    texts: list[list[int]]
+    rounds: int | None = None
+
+
+@dataclass(frozen=True)
+class _Title:
+    """The subject of the page's heading."""
+
+    name: str
+    partial: bool = False
+
+
+def run(cfg: AuditConfig) -> None:
+    """Sample or read texts, audit them, write report.json and report.html to `output`, and print the result. Raises
+    UserError if the texts are not the target's."""
+    if (cfg.url is None) == (cfg.texts is None):
+        raise UserError("set url= to the server, or texts= to a file of prompts and texts")
+    if cfg.p == "server" and cfg.url is None:
+        raise UserError("p=server: it asks the server for its own log-probabilities: set url=")
+    with answering(cfg.as_json) as answer:
+        found = _audited(cfg)
+        answer(asdict(found) | {"passed": found.passed}, "\n".join(found.lines()))
+    if not found.passed:
+        raise UserError(
+            f"{cfg.url or cfg.texts}: the texts are not sampled from this target ({'; '.join(found.wrong)})"
+        )
+
+
+def _audited(cfg: AuditConfig) -> Audit:
+    settle(cfg.threads, 0)
+    refuse_folder(cfg.output, cfg.overwrite)
+    folder_of_draft = measurable_folder(cfg.draft.path) if cfg.draft.path else None
+    if folder_of_draft:
+        refuse_pair(str(cfg.draft.path), resolved(cfg), cfg.target.trust_remote_code)
+    elif cfg.target.path is None:
+        raise UserError("target.path=null: set target.path= to the model that the server has")
+    as_trained(cfg, folder_of_draft.metadata if folder_of_draft else None)
+    regime = sampling(cfg.regime)
+    client = server("url", cfg.url, regime, cfg.model) if cfg.url else None
+    if cfg.p == "server" and (regime != Sampling() or folder_of_draft):
+        raise UserError(
+            "p=server: servers say log-probabilities before the settings: leave out regime= and draft.path="
+        )
+    with user_errors():
+        load = outline(str(cfg.target.path), cfg.target.trust_remote_code) if cfg.p == "server" else models(cfg)
+    target, tokenizer = load
+    vocabulary, plan = ids_of(tokenizer), None
+    with claim(cfg.output, cfg.overwrite, command="audit") as folder:
+        if folder_of_draft:
+            plan = plan_of(cfg, folder_of_draft, load, Bench(rows=cfg.at_once), "token")
+        if client:
+            sample = _sampled(cfg, client, regime, *load)
+        else:
+            sample = _read(Path(str(cfg.texts)), tokenizer)
+        if not any(sample.texts):
+            raise UserError(f"{cfg.url or cfg.texts}: there is no text to audit")
+        if client and cfg.p == "server":
+            served = _by_server(client, sample)
+        else:
+            draft = plan.proposer().language_model(1, vocabulary) if plan else None
+            served = from_target(target, sample.prompts, sample.texts, regime, vocabulary, draft)
+        k = cfg.k or (folder_of_draft.metadata.k if folder_of_draft and folder_of_draft.metadata else None)
+        others = _calls(plan, k, sample) if plan and k and sample.rounds else {}
+        found = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts, others)
+        report = {"environment": environment(), "url": cfg.url, "texts": cfg.texts, "regime": cfg.regime.model_dump()}
+        report["audit"] = asdict(found) | {"passed": found.passed, "lines": found.lines()}
+        write_atomic(folder.path / "report.json", json.dumps(strict(report), indent=1) + "\n")
+        write_atomic(folder.path / "report.html", audit_page(found, str(cfg.url or cfg.texts)))
+        folder.finish()
+    return found
+
+
+def _sampled(
+    cfg: AuditConfig, client: Client, regime: Sampling, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
+    """Let the server continue the prompts, each `repeats` times with other seeds. Texts may end before new_tokens. If
+    the server sends no token ids, texts that do not encode to themselves are left out."""
+    size = Bench(prompts=cfg.prompts, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens)
+    final = prompts(cfg.data, size, target, tokenizer, key="prompt_tokens").final
+    asked = [list(final[i % len(final)]) for i in range(cfg.prompts) for _ in range(cfg.repeats)]
+    before = stable_counters(client)
+    sampler = Remote(client, tokenizer, cfg.at_once, ends_of(target))
+    texts = sampler(asked, regime, cfg.new_tokens, cfg.seed, [key % 2**30 for key in row_ids(asked)])
+    after = stable_counters(client)
+    if not client.sends_ids:
+        lost = sum(not text for text in texts)
+        print(f"{client.root} sends no token ids: texts are tokenized here, {lost} of {len(texts)} are left out")
+    kept = [(prompt, text) for prompt, text in zip(asked, texts, strict=True) if text]
+    rounds = (after - before).rounds if before and after else None
+    return Sample([prompt for prompt, _ in kept], [text for _, text in kept], rounds)
+
+
+def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
+    """Read a parquet file of `cotrain rollout`, or JSON lines with prompt, and completion, response or text: token ids,
+    or texts that are tokenized here. Raises UserError, which names the line, for others."""
+    try:
+        if file.suffix == ".parquet":
+            rows = pq.read_table(file).to_pylist()
+        else:
+            rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise UserError(f"texts={file}: it cannot be read: {error}") from error
+    found, again = Sample([], []), 0
+    for line, row in enumerate(rows, 1):
+        answer = next((row[name] for name in ANSWERS if name in row), None) if isinstance(row, dict) else None
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if type(prompt) is not type(answer) or not isinstance(prompt, str | list):
+            raise UserError(f"texts={file}: row {line} needs prompt, and {', '.join(ANSWERS)}: ids, or text")
+        if isinstance(prompt, str):
+            again += 1
+            ids = list(tokenizer(prompt)["input_ids"])
+            whole = list(tokenizer(prompt + str(answer))["input_ids"])
+            if whole[: len(ids)] != ids:  # the border is within a token
+                continue
+            prompt, answer = ids, whole[len(ids) :]
+        found.prompts.append(prompt)
+        found.texts.append(list(answer or []))
+    if again:
+        print(
+            f"texts={file}: {again} texts are tokenized here, {again - len(found.texts)} are left out; where sampled "
+            "tokens were others, an audit may fail: keep token ids"
+        )
+    return found
+
+
+def _calls(plan: Plan, k: int, sample: Sample) -> dict[str, float]:
+    """Return the standard score of the server's rounds under the draft's acceptance on these texts, by name."""
+    rounds, sigma = rounds_expected(plan, plan.proposer(), k, sample.prompts, sample.texts)
+    return {"target calls": ((sample.rounds or 0) - float(rounds.sum())) / sigma} if sigma else {}
+
+
+def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, Served]]:
+    """Yield (index of the text, its tokens) with the server's own log-probabilities. The outcomes are its likeliest
+    tokens and one for all others."""
+    for row, (prompt, text) in enumerate(zip(sample.prompts, sample.texts, strict=True)):
+        steps = client.prompt_logprobs(prompt + text, TOP)[len(prompt) - 1 :]
+        p, x = torch.zeros(len(text), TOP + 1, dtype=torch.float64), torch.full((len(text),), TOP)
+        for i, (step, token) in enumerate(zip(steps, text, strict=True)):
+            likeliest = sorted(step, key=step.__getitem__, reverse=True)[:TOP]
+            p[i, : len(likeliest)] = torch.tensor([step[one] for one in likeliest], dtype=torch.float64).exp()
+            if token in likeliest:
+                x[i] = likeliest.index(token)
+        p[:, TOP] = (1 - p.sum(-1)).clamp(min=0)
+        yield row, Served(x, p, by_id=False)
+
+
+def audit_page(found: Audit, source: str) -> str:
+    """Return the HTML page about an audit. source: the server or file, for the heading."""
+    rows = [[name, f"{z:+.2f}", f"{found.limit:.2f}"] for name, z in found.scores.items()]
+    rows.append(["impossible tokens", str(found.impossible), str(found.allowed)])
+    sections = [
+        Section("scores", "Standard scores", html_table(["", "found", "limit"], rows)),
+        Section("power", "What would have been seen", html_table(["", ""], [[found.lines()[-1].strip(), ""]])),
+    ]
+    return document([(_Title(source), found.lines()[0])], sections, "cotrain audit")

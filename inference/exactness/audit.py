@@ -1,0 +1,254 @@
+"""An audit: were texts sampled from the target? It needs the texts and the target's distributions on them, not the
+sampler's code, seeds or passes, so any server can be audited.
+
+p is the target's distribution at a token x, after the sampling settings and given the text before. If each x was drawn
+from its p, each of these has a known law:
+
+likelihood  the sum of -log p(x) - H(p) has mean 0 and a known variance: sharper or flatter texts
+ranks       sum_{v before x} p_v + u p_x, with a uniform u, is uniform and independent from token to token. `before` is
+            an order of the vocabulary: by p (likelier or less likely tokens are favoured), by q / p (drafts are
+            favoured: refused drafts kept, residuals without the subtraction), or by id
+pairs       the product of successive ranks, centred: random numbers are reused
+equal       texts of one prompt part by chance, at each token with probability 1 - sum p^2: seeds are reused
+
+Each is given as a standard score. Distributions that differ by rounding spread these scores more than 1, hence
+`SPREAD`. At temperature 0 a token must be the likeliest, up to ties.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from inference.exactness.likelihood import IMPOSSIBLE, moments
+from inference.exactness.teacher_forced import whole_texts
+from inference.models.lm import LM
+from inference.sampling import Sampling, probs, wide
+
+LEVEL = 1e-4  # probability of a false alarm
+SPREAD = 1.2  # of the scores of clean runs, whose distributions differ by rounding: 17 runs of vLLM and of this engine
+SURE = 0.99  # probability with which the smallest shift is seen that an audit names
+BINS, CELLS = 20, 4  # of ranks, and of either rank of a pair
+TIE = 0.06  # at temperature 0: the largest gap of two logits that bfloat16 explains, in root mean squares of the logits
+UNLIKELIEST = 0.002  # at temperature 0: share of tokens that may have a larger gap
+
+
+class Served(NamedTuple):
+    """The n tokens of a text. x (n,): index of each token among the V outcomes of its distribution. p (n, V): the
+    target's probabilities of these outcomes. q (n, V): those of the draft, None if they are not known. gap (n,): how
+    far the token's logit is below the largest one, in root mean squares of the logits; None if not known. by_id:
+    whether the outcomes are token ids, in order."""
+
+    x: Tensor
+    p: Tensor
+    q: Tensor | None = None
+    gap: Tensor | None = None
+    by_id: bool = True
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result. texts, tokens: how many were audited. scores: standard scores by name; `limit` is the largest that
+    passes. impossible: number of tokens of probability 0 (at temperature 0: that are not the likeliest, ties aside),
+    of which `allowed` are explained by rounding. nats: the smallest mean difference of the likelihood, in nats a token,
+    that would have been seen with probability `SURE`. shift: the smallest probability a token, moved from the likelier
+    half to the other, that would have been; either is inf where it cannot be judged."""
+
+    texts: int
+    tokens: int
+    scores: dict[str, float]
+    limit: float
+    impossible: int
+    allowed: int
+    nats: float
+    shift: float
+
+    @property
+    def wrong(self) -> list[str]:
+        """Return what did not pass, one phrase each."""
+        found = [f"{name}: z {z:+.1f}" for name, z in self.scores.items() if not abs(z) <= self.limit]
+        if self.impossible > self.allowed:
+            found.append(f"{self.impossible} of {self.tokens} tokens cannot be drawn from the target")
+        return found
+
+    @property
+    def passed(self) -> bool:
+        return not self.wrong
+
+    def lines(self) -> list[str]:
+        """Return the audit as lines of text: the verdict first, then each score and the power."""
+        verdict = "the texts look sampled from the target" if self.passed else "the texts are NOT the target's"
+        said = [f"{verdict}: {self.tokens} tokens in {self.texts} texts, false alarm probability {LEVEL:g}"]
+        said += [f"  {name:<28} z {z:+7.2f}   (limit {self.limit:.2f})" for name, z in self.scores.items()]
+        said.append(f"  impossible tokens            {self.impossible:7d}   (limit {self.allowed})")
+        if math.isfinite(self.shift):
+            said.append(
+                f"  would have seen, with probability {SURE:g}: {self.shift:.3f} of each token's probability moved "
+                f"between likelier and less likely tokens; {self.nats:.3f} nats a token"
+            )
+        return said
+
+
+def audit(
+    served: Iterable[tuple[int, Served]],
+    prompts: Sequence[object],
+    texts: Sequence[Sequence[int]],
+    others: Mapping[str, float] = MappingProxyType({}),
+) -> Audit:
+    """Audit texts. served: pairs (index of the text, its tokens), each text once. prompts: of each text; equal prompts
+    must be equal objects. texts: the new token ids of each. others: further standard scores, by name."""
+    seed = hash(tuple(map(tuple, texts)))  # of ids: the same in each process
+    tally, partner = _Tally(seed), partners(prompts)
+    for row, one in served:
+        other = partner.get(row)
+        tally.add(one, None if other is None else _together(texts[row], texts[other]))
+    return tally.audit(len(texts), others)
+
+
+def partners(prompts: Sequence[object]) -> dict[int, int]:
+    """Return, for the index of each text but the last of its prompt, the index of the next text of this prompt."""
+    last: dict[object, int] = {}
+    found = {}
+    for row, prompt in enumerate(prompts):
+        if prompt in last:
+            found[last[prompt]] = row
+        last[prompt] = row
+    return found
+
+
+def _together(text: Sequence[int], other: Sequence[int]) -> list[bool]:
+    """Return whether two texts have the same token, for each token up to the first at which they differ."""
+    same = []
+    for one, two in zip(text, other, strict=False):
+        same.append(one == two)
+        if one != two:
+            break
+    return same
+
+
+def from_target(
+    model: torch.nn.Module,
+    prompts: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    sampling: Sampling,
+    vocabulary: int,
+    draft: LM | None = None,
+) -> Iterator[tuple[int, Served]]:
+    """Yield (index of the text, its tokens) with a target in this process, from transformers' own forward of each whole
+    text. sampling: the settings of the texts. vocabulary: number of ids that can be drawn. draft: a draft that is a
+    language model of the same tokens, for the order by q / p."""
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        parts = [*whole_texts(model, [prompt], [text], sampling, vocabulary)]  # type: ignore[arg-type]
+        if not parts:
+            continue
+        logits = torch.cat([part.logits[0] for part in parts])
+        x, scale = (torch.cat([getattr(part, name)[0] for part in parts]) for name in ("x", "scale"))
+        q = None
+        if draft is not None and sampling.temperature:
+            blocks = whole_texts(draft.model, [prompt], [text], sampling, vocabulary)
+            q = torch.cat([probs(block.logits[0], sampling) for block in blocks])
+        high = wide(logits)
+        gap = (high.amax(-1) - high.gather(-1, x.unsqueeze(-1)).squeeze(-1)) / scale
+        yield row, Served(x, probs(logits, sampling), q, gap if sampling.temperature == 0 else None)
+
+
+def rank(p: Tensor, x: Tensor, order: Tensor, u: Tensor) -> Tensor:
+    """Return sum_{v before x} p_v + u sum_{v as early as x} p_v, (n,) float64: uniform if each x was drawn from its p
+    and u is uniform. p, order (n, V): v is before x if its order is smaller. x, u (n,)."""
+    own = order.gather(-1, x.unsqueeze(-1))
+    before, level = ((p * chosen).sum(-1, dtype=torch.float64) for chosen in (order < own, order == own))
+    return before + u * level
+
+
+class _Tally:
+    """The sums of an audit."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.sums = torch.zeros(3, dtype=torch.float64)  # surprise - entropy, its variance; tokens of some spread
+        self.equal = torch.zeros(2, dtype=torch.float64)  # equal tokens less those expected, and the variance
+        self.ranks: dict[str, list[Tensor]] = {}  # by order, (n,) of each text
+        self.tokens, self.impossible, self.greedy = 0, 0, False
+
+    def add(self, one: Served, together: list[bool] | None) -> None:
+        """Add a text. together: whether a second text of its prompt has the same token, up to the first difference."""
+        self.tokens += len(one.x)
+        if one.gap is not None:
+            self.greedy = True
+            self.impossible += int((one.gap > TIE).sum())
+            return
+        p, x = one.p, one.x
+        terms = moments(p, x)
+        possible = terms[:, 0].isfinite()
+        self.impossible += int((~possible).sum())
+        terms = terms[possible]
+        self.sums += torch.stack(
+            [(terms[:, 0] - terms[:, 1]).sum(), terms[:, 2].sum(), (terms[:, 2] > 0).sum().double()]
+        ).cpu()
+        if together:
+            square = p[: len(together)].square().sum(-1, dtype=torch.float64)
+            difference = sum(together) - square.sum()
+            self.equal += torch.stack([difference, (square * (1 - square)).sum()]).cpu()
+        orders = {"by p": p}
+        if one.by_id:
+            orders["by id"] = torch.arange(p.shape[-1], device=p.device).expand_as(p)
+        if one.q is not None:
+            orders["by q / p"] = one.q / p.clamp(min=torch.finfo(p.dtype).tiny)
+        for name, order in orders.items():
+            u = torch.rand(len(x), generator=self.generator, dtype=torch.float64).to(p.device)
+            self.ranks.setdefault(name, []).append(rank(p, x, order, u)[possible].cpu())
+
+    def audit(self, texts: int, others: Mapping[str, float]) -> Audit:
+        scores = dict(others)
+        difference, variance, _ = self.sums.tolist()
+        count = sum(map(len, self.ranks.get("by p", [])))
+        if variance > 0:
+            scores["likelihood"] = difference / math.sqrt(variance)
+        for name, parts in self.ranks.items():
+            u = torch.cat(parts)
+            scores[f"ranks {name}, mean"] = float((u - 0.5).mean()) * math.sqrt(12 * len(u)) if len(u) else 0.0
+            scores[f"ranks {name}, {BINS} bins"] = standard(pearson(torch.histc(u, BINS, 0, 1)), BINS - 1)
+        for name in {"by p", "by id"} & {*self.ranks}:
+            first = torch.cat([part[:-1] for part in self.ranks[name]])
+            second = torch.cat([part[1:] for part in self.ranks[name]])
+            if len(first):
+                product = (2 * first - 1) * (2 * second - 1)
+                scores[f"pairs {name}"] = 3 * float(product.sum()) / math.sqrt(len(first))
+                one, two = ((part * CELLS).long().clamp(0, CELLS - 1) for part in (first, second))
+                pairs = torch.bincount(one * CELLS + two, minlength=CELLS * CELLS)
+                # pairs share ranks: of their statistic, that of the ranks alone is no part (Good 1953)
+                statistic = pearson(pairs) - pearson(pairs.view(CELLS, CELLS).sum(1))
+                scores[f"pairs {name}, {CELLS * CELLS} cells"] = standard(statistic, CELLS * (CELLS - 1))
+        more, spread = self.equal.tolist()
+        if spread > 0:
+            scores["equal prompts"] = more / math.sqrt(spread)
+        normal = NormalDist()
+        limit = SPREAD * normal.inv_cdf(1 - LEVEL / (2 * max(len(scores), 1)))
+        seen = limit + normal.inv_cdf(SURE)
+        return Audit(
+            texts,
+            self.tokens,
+            dict(sorted(scores.items())),
+            limit,
+            self.impossible,
+            int((UNLIKELIEST if self.greedy else IMPOSSIBLE) * self.tokens),
+            seen * math.sqrt(variance) / count if variance > 0 else math.inf,
+            seen * 2 / math.sqrt(12 * count) if count else math.inf,
+        )
+
+
+def pearson(counts: Tensor) -> float:
+    """Return Pearson's statistic for equal probabilities of the cells. counts: of each cell."""
+    expected = float(counts.sum()) / len(counts)
+    return float((counts.double() - expected).square().sum()) / expected if expected else 0.0
+
+
+def standard(statistic: float, degrees: int) -> float:
+    """Return the standard score (Wilson and Hilferty 1931) of a statistic whose law is chi-squared."""
+    root = math.copysign(abs(statistic / degrees) ** (1 / 3), statistic)
+    return (root - 1 + 2 / (9 * degrees)) / math.sqrt(2 / (9 * degrees))

@@ -1,0 +1,107 @@
+"""`cotrain audit`: texts of a file or a server that are the target's, and texts that are not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from cotrain.cli import main
+from tests.fake_vllm import FakeVLLM, running
+from tests.folders import own_texts, target_folder
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_folder(tmp_path_factory.mktemp("audit") / "target", layers=2, context=128)
+
+
+@pytest.fixture(scope="module")
+def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeVLLM]:
+    model = AutoModelForCausalLM.from_pretrained(target).eval()
+    with running(FakeVLLM(model, tmp_path_factory.mktemp("states"), [1])) as fake:
+        yield fake
+
+
+def audited(target: Path, output: Path, *settings: str) -> tuple[int, dict]:
+    status = main(["audit", f"target.path={target}", f"output={output}", "overwrite=true", *settings])
+    return status, json.loads((output / "report.json").read_text())["audit"]
+
+
+def test_texts_of_a_rollout_pass_and_not_at_another_temperature(
+    target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own_texts(tmp_path / "own.jsonl")
+    texts = ["rollout.texts=60", "rollout.prompt_tokens=6", "rollout.new_tokens=60", f"output={tmp_path / 'texts'}"]
+    assert main(["rollout", f"target.path={target}", f"data.path={tmp_path / 'own.jsonl'}", *texts]) == 0
+    given = f"texts={tmp_path / 'texts' / 'train_T1.parquet'}"
+    status, found = audited(target, tmp_path / "out", given)
+    assert status == 0 and found["passed"] and found["tokens"] > 2000 and "ranks by id, mean" in found["scores"]
+    status, found = audited(target, tmp_path / "out", given, "regime.temperature=0.6")
+    assert status == 1 and abs(found["scores"]["likelihood"]) > found["limit"]
+    said = capfd.readouterr()
+    assert "the texts are NOT the target's" in said.out and "are not sampled from this target" in said.err
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "NOT the target" in page and "likelihood" in page
+
+
+def test_a_servers_texts_pass_and_hotter_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
+    size = [f"url={server.url}", "prompts=10", "prompt_tokens=6", "new_tokens=40"]
+    status, found = audited(target, tmp_path / "out", *size)
+    assert status == 0 and found["texts"] == 20 and "equal prompts" in found["scores"]
+    server.heat = 3.0
+    status, hot = audited(target, tmp_path / "out", *size)
+    of_server = audited(target, tmp_path / "out", *size, "p=server")
+    server.heat = 1.0
+    assert status == 1 and hot["scores"]["ranks by p, mean"] < -hot["limit"]
+    assert of_server[0] == 1 and abs(of_server[1]["scores"]["ranks by p, mean"]) > hot["limit"]
+    status, found = audited(target, tmp_path / "out", *size, "p=server")
+    assert status == 0 and "ranks by p, mean" in found["scores"] and "ranks by id, mean" not in found["scores"]
+
+
+def test_greedy_texts_pass_and_sampled_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": [3, 4, 5 + i], "completion": [7] * 30} for i in range(4)]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    size = [f"url={server.url}", "prompts=4", "prompt_tokens=6", "new_tokens=20", "regime.temperature=0"]
+    assert audited(target, tmp_path / "out", *size)[0] == 0
+    assert audited(target, tmp_path / "out", f"texts={file}", "regime.temperature=0")[0] == 1
+
+
+def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cotrain.commands.audit.row_ids", lambda prompts: [1] * len(prompts))
+    size = [f"url={server.url}", "prompts=10", "prompt_tokens=6", "new_tokens=30"]
+    status, found = audited(target, tmp_path / "out", *size)
+    assert status == 1 and found["scores"]["equal prompts"] > found["limit"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "set url= to the server, or texts="),
+        (["url=http://127.0.0.1:1", "texts=x"], "set url= to the server, or texts="),
+        (["texts={tmp}/none.jsonl"], "cannot be read"),
+        (["texts={tmp}/half.jsonl"], "row 2 needs prompt"),
+        (["texts={tmp}/empty.jsonl"], "there is no text to audit"),
+        (["texts={tmp}/half.jsonl", "p=server"], "set url="),
+        (["url=http://127.0.0.1:1", "p=server", "regime.temperature=0.5"], "no OpenAI-compatible server"),
+    ],
+)
+def test_what_cannot_be_audited_is_said(
+    settings: list[str], words: str, target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "half.jsonl").write_text('{"prompt": [1, 2], "text": [3]}\n{"prompt": "a", "text": [3]}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    asked = [one.format(tmp=tmp_path) for one in settings]
+    assert main(["audit", f"target.path={target}", f"output={tmp_path / 'out'}", *asked]) == 1
+    assert words in capfd.readouterr().err
+
+
+def test_texts_are_tokenized_here_if_there_are_no_ids(
+    target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "texts.jsonl"
+    file.write_text('{"prompt": "def f", "completion": "(x): return x"}\n')
+    audited(target, tmp_path / "out", f"texts={file}")
+    assert "1 texts are tokenized here, 0 are left out" in capfd.readouterr().out

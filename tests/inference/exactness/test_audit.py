@@ -1,0 +1,135 @@
+"""The audit of texts: its scores have their laws where texts are drawn from the target, and see what is not."""
+
+import math
+from itertools import product
+from statistics import mean, pstdev
+
+import pytest
+import torch
+from torch import Tensor
+
+from inference.exactness.audit import LEVEL, Served, audit, partners, pearson, rank, standard
+
+V = 7
+
+
+def drawn(seed: int, texts: int, tokens: int, sharpness: float = 1.0, keep: float = 0.0) -> tuple[list, list]:
+    """Texts of distributions that change from token to token; drawn from p ** sharpness, and with probability `keep`
+    from the draft."""
+    g = torch.Generator().manual_seed(seed)
+    served, ids = [], []
+    for row in range(texts):
+        p = torch.randn(tokens, V, generator=g, dtype=torch.float64).mul(1.5).softmax(-1)
+        q = (p.log() + torch.randn(tokens, V, generator=g, dtype=torch.float64)).softmax(-1)
+        law = (1 - keep) * (p**sharpness / (p**sharpness).sum(-1, keepdim=True)) + keep * q
+        x = law.multinomial(1, generator=g).squeeze(-1)
+        served.append((row, Served(x, p, q)))
+        ids.append(x.tolist())
+    return served, ids
+
+
+def audited(seed: int, **how: float) -> object:
+    served, ids = drawn(seed, 20, 250, **how)
+    return audit(served, list(range(len(ids))), ids)
+
+
+def test_scores_of_the_targets_own_texts_are_standard() -> None:
+    found = [audited(seed) for seed in range(60)]
+    assert all(one.passed for one in found)  # type: ignore[attr-defined]
+    for name in found[0].scores:  # type: ignore[attr-defined]
+        scores = [one.scores[name] for one in found]  # type: ignore[attr-defined]
+        assert abs(mean(scores)) < 4 / math.sqrt(60) and 0.7 < pstdev(scores) < 1.35, name
+
+
+@pytest.mark.parametrize(
+    ("how", "score"),
+    [
+        ({"sharpness": 1.15}, "likelihood"),
+        ({"sharpness": 0.85}, "ranks by p, mean"),
+        ({"keep": 0.2}, "ranks by q / p, mean"),
+    ],
+)
+def test_other_laws_are_seen_by_their_score(how: dict[str, float], score: str) -> None:
+    found = audited(1, **how)
+    assert not found.passed and abs(found.scores[score]) > found.limit  # type: ignore[attr-defined]
+
+
+def test_a_named_shift_is_seen() -> None:
+    """Of the size that an audit says that it sees with probability .99: moved from the likelier half to the other."""
+    g, tokens = torch.Generator().manual_seed(5), 5000
+    p = torch.full((tokens, 64), 1 / 64, dtype=torch.float64) + torch.arange(64) * 1e-9  # an order by p
+    size = audit([(0, Served(p.multinomial(1, generator=g).squeeze(-1), p))], [0], [[0] * tokens]).shift
+    law = torch.full((64,), 1 / 64, dtype=torch.float64)
+    law[:32] += size / 32
+    law[32:] -= size / 32
+    seen = 0
+    for _ in range(40):
+        x = law.expand(tokens, -1).multinomial(1, generator=g).squeeze(-1)
+        found = audit([(0, Served(x, p))], [0], [[0] * tokens])
+        seen += abs(found.scores["ranks by p, mean"]) > found.limit
+    assert seen >= 36
+
+
+def test_reused_seeds_are_seen_in_texts_of_equal_prompts() -> None:
+    served, ids = drawn(3, 30, 20)
+    twice = [*served, *((30 + row, one) for row, one in served)]
+    prompts = [*range(30), *range(30)]
+    assert "equal prompts" in "".join(audit(twice, prompts, ids + ids).wrong)
+    fresh = [Served(one.p.multinomial(1).squeeze(-1), one.p) for _, one in served]
+    other = [one.x.tolist() for one in fresh]
+    more = [*served, *((30 + row, one) for row, one in enumerate(fresh))]
+    assert abs(audit(more, prompts, ids + other).scores["equal prompts"]) < 4.5
+
+
+def test_reused_numbers_are_seen_in_pairs() -> None:
+    p = torch.randn(4000, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    u = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).repeat_interleave(2)
+    x = (p.cumsum(-1) < u.unsqueeze(-1)).sum(-1).clamp(max=V - 1)
+    assert abs(audit([(0, Served(x, p))], [0], [x.tolist()]).scores["pairs by id"]) > 20
+
+
+def test_the_rank_is_uniform_by_enumeration() -> None:
+    """P(rank <= t) = t for each t, over all x and a fine grid of u."""
+    p = torch.tensor([0.5, 0.2, 0.2, 0.1], dtype=torch.float64)
+    order = torch.tensor([2.0, 1.0, 1.0, 5.0])
+    grid = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
+    found = [
+        (float(rank(p[None], torch.tensor([x]), order[None], grid[i : i + 1])), float(p[x]) / 400)
+        for x, i in product(range(4), range(400))
+    ]
+    for t in (0.1, 0.33, 0.4, 0.75, 0.95):
+        assert sum(weight for value, weight in found if value <= t) == pytest.approx(t, abs=0.004)
+
+
+def test_greedy_texts_must_have_the_likeliest_token_up_to_ties() -> None:
+    def texts(gap: Tensor) -> object:
+        return audit(
+            [(0, Served(torch.zeros(len(gap), dtype=torch.int64), torch.ones(len(gap), 1), gap=gap))], [0], [[0]]
+        )
+
+    ties, wrong = torch.zeros(1000), torch.zeros(1000)
+    ties[:50] = 0.02
+    wrong[:5] = 1.0
+    assert texts(ties).passed and not texts(wrong).passed  # type: ignore[attr-defined]
+
+
+def test_impossible_tokens_fail() -> None:
+    p = torch.full((500, 4), 1 / 3, dtype=torch.float64)
+    p[:, 3] = 0
+    x = torch.randint(0, 3, (500,), generator=torch.Generator().manual_seed(0))
+    x[:20] = 3
+    found = audit([(0, Served(x, p))], [0], [x.tolist()])
+    assert found.impossible == 20 and "cannot be drawn" in found.wrong[-1]
+
+
+def test_a_statistic_has_its_quantile() -> None:
+    """Pearson's statistic of 30.14 has probability .05 with 19 degrees of freedom."""
+    counts = torch.full((20,), 100.0)
+    counts[0] += math.sqrt(30.14 * 100 / 2)
+    counts[1] -= math.sqrt(30.14 * 100 / 2)
+    assert standard(pearson(counts), 19) == pytest.approx(1.645, abs=0.01)
+
+
+def test_partners_are_the_next_text_of_a_prompt() -> None:
+    assert partners(["a", "b", "a", "a"]) == {0: 2, 2: 3}
+    assert LEVEL == 1e-4
