@@ -133,3 +133,11 @@ def test_a_statistic_has_its_quantile() -> None:
 def test_partners_are_the_next_text_of_a_prompt() -> None:
     assert partners(["a", "b", "a", "a"]) == {0: 2, 2: 3}
     assert LEVEL == 1e-4
+
+
+def test_texts_of_a_prompt_are_compared_up_to_their_first_difference() -> None:
+    p = torch.full((6, 4), 0.25, dtype=torch.float64)
+    texts = [[0, 1, 2, 2, 2, 2], [0, 3, 2, 2, 2, 2]]
+    served = [(row, Served(torch.tensor(text), p)) for row, text in enumerate(texts)]
+    found = audit(served, ["a", "a"], texts).scores["equal prompts"]
+    assert found == pytest.approx((0.75 - 0.25) / math.sqrt(2 * 0.25 * 0.75))
