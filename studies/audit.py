@@ -28,7 +28,7 @@ from cotrain.training.assembly import initial
 from cotrain.training.preconditions import ids_of
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
-from inference.exactness.audit import Audit, Served, audit, from_target
+from inference.exactness.audit import Audit, ServedText, audit, from_target
 from inference.measure.environment import environment
 from inference.models.lm import LM
 from inference.policy import Fixed
@@ -130,12 +130,12 @@ class Runs:
         self.target.float(), self.network.float()
         return prompts, found.tokens
 
-    def served(self, prompts: Any, texts: Any, regime: Sampling, draft: bool) -> list[tuple[int, Served]]:
+    def served(self, prompts: Any, texts: Any, regime: Sampling, draft: bool) -> list[tuple[int, ServedText]]:
         given = self.draft if draft else None
         return [*from_target(self.target, prompts, texts, regime, self.vocabulary, given)]
 
 
-def judged(served: list[tuple[int, Served]], prompts: Any, texts: Any, share: float) -> Audit:
+def judged(served: list[tuple[int, ServedText]], prompts: Any, texts: Any, share: float) -> Audit:
     count = max(1, round(share * len(texts)))
     return audit(served[:count], [tuple(prompt) for prompt in prompts[:count]], texts[:count])
 

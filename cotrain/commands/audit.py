@@ -24,7 +24,7 @@ from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import ids_of, outline, server
 from inference.drafts.atomic import write_atomic
-from inference.exactness.audit import Audit, Served, audit, from_target
+from inference.exactness.audit import Audit, ServedText, audit, from_target
 from inference.measure.environment import environment
 from inference.request import ends_of
 from inference.sampling import Sampling
@@ -60,11 +60,11 @@ def run(cfg: AuditConfig) -> None:
     if cfg.p == "server" and cfg.url is None:
         raise UserError("p=server: it asks the server for its own log-probabilities: set url=")
     with answering(cfg.as_json) as answer:
-        found = _audited(cfg)
-        answer(asdict(found) | {"passed": found.passed}, "\n".join(found.lines()))
-    if not found.passed:
+        audited = _audited(cfg)
+        answer(asdict(audited) | {"passed": audited.passed}, "\n".join(audited.lines()))
+    if not audited.passed:
         raise UserError(
-            f"{cfg.url or cfg.texts}: the texts are not sampled from this target ({'; '.join(found.wrong)})"
+            f"{cfg.url or cfg.texts}: the texts are not sampled from this target ({'; '.join(audited.wrong)})"
         )
 
 
@@ -103,13 +103,13 @@ def _audited(cfg: AuditConfig) -> Audit:
             served = from_target(target, sample.prompts, sample.texts, regime, vocabulary, draft)
         k = cfg.k or (folder_of_draft.metadata.k if folder_of_draft and folder_of_draft.metadata else None)
         others = _calls(plan, k, sample) if plan and k and sample.rounds else {}
-        found = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts, others)
+        audited = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts, others)
         report = {"environment": environment(), "url": cfg.url, "texts": cfg.texts, "regime": cfg.regime.model_dump()}
-        report["audit"] = asdict(found) | {"passed": found.passed, "lines": found.lines()}
+        report["audit"] = asdict(audited) | {"passed": audited.passed, "lines": audited.lines()}
         write_atomic(folder.path / "report.json", json.dumps(strict(report), indent=1) + "\n")
-        write_atomic(folder.path / "report.html", audit_page(found, str(cfg.url or cfg.texts)))
+        write_atomic(folder.path / "report.html", audit_page(audited, str(cfg.url or cfg.texts)))
         folder.finish()
-    return found
+    return audited
 
 
 def _sampled(
@@ -127,9 +127,9 @@ def _sampled(
     if not client.sends_ids:
         lost = sum(not text for text in texts)
         print(f"{client.root} sends no token ids: texts are tokenized here, {lost} of {len(texts)} are left out")
-    kept = [(prompt, text) for prompt, text in zip(asked, texts, strict=True) if text]
+    answered = [(prompt, text) for prompt, text in zip(asked, texts, strict=True) if text]
     rounds = (after - before).rounds if before and after else None
-    return Sample([prompt for prompt, _ in kept], [text for _, text in kept], rounds)
+    return Sample([prompt for prompt, _ in answered], [text for _, text in answered], rounds)
 
 
 def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -142,7 +142,7 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
             rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"texts={file}: it cannot be read: {error}") from error
-    found, again = Sample([], []), 0
+    sample, again = Sample([], []), 0
     for line, row in enumerate(rows, 1):
         answer = next((row[name] for name in ANSWERS if name in row), None) if isinstance(row, dict) else None
         prompt = row.get("prompt") if isinstance(row, dict) else None
@@ -155,14 +155,14 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
             if whole[: len(ids)] != ids:  # the border is within a token
                 continue
             prompt, answer = ids, whole[len(ids) :]
-        found.prompts.append(prompt)
-        found.texts.append(list(answer or []))
+        sample.prompts.append(prompt)
+        sample.texts.append(list(answer or []))
     if again:
         print(
-            f"texts={file}: {again} texts are tokenized here, {again - len(found.texts)} are left out; where sampled "
+            f"texts={file}: {again} texts are tokenized here, {again - len(sample.texts)} are left out; where sampled "
             "tokens were others, an audit may fail: keep token ids"
         )
-    return found
+    return sample
 
 
 def _calls(plan: Plan, k: int, sample: Sample) -> dict[str, float]:
@@ -171,7 +171,7 @@ def _calls(plan: Plan, k: int, sample: Sample) -> dict[str, float]:
     return {"target calls": ((sample.rounds or 0) - float(rounds.sum())) / sigma} if sigma else {}
 
 
-def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, Served]]:
+def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, ServedText]]:
     """Yield (index of the text, its tokens) with the server's own log-probabilities. The outcomes are its likeliest
     tokens and one for all others."""
     for row, (prompt, text) in enumerate(zip(sample.prompts, sample.texts, strict=True)):
@@ -183,15 +183,15 @@ def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, Served]]:
             if token in likeliest:
                 x[i] = likeliest.index(token)
         p[:, TOP] = (1 - p.sum(-1)).clamp(min=0)
-        yield row, Served(x, p, by_id=False)
+        yield row, ServedText(x, p, by_id=False)
 
 
-def audit_page(found: Audit, source: str) -> str:
+def audit_page(audited: Audit, source: str) -> str:
     """Return the HTML page about an audit. source: the server or file, for the heading."""
-    rows = [[name, f"{z:+.2f}", f"{found.limit:.2f}"] for name, z in found.scores.items()]
-    rows.append(["impossible tokens", str(found.impossible), str(found.allowed)])
+    rows = [[name, f"{z:+.2f}", f"{audited.limit:.2f}"] for name, z in audited.scores.items()]
+    rows.append(["impossible tokens", str(audited.impossible), str(audited.allowed)])
     sections = [
         Section("scores", "Standard scores", html_table(["", "found", "limit"], rows)),
-        Section("power", "What would have been seen", html_table(["", ""], [[found.lines()[-1].strip(), ""]])),
+        Section("power", "What would have been seen", html_table(["", ""], [[audited.lines()[-1].strip(), ""]])),
     ]
-    return document([(_Title(source), found.lines()[0])], sections, "cotrain audit")
+    return document([(_Title(source), audited.lines()[0])], sections, "cotrain audit")

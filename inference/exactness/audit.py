@@ -2,7 +2,7 @@
 sampler's code, seeds or passes, so any server can be audited.
 
 p is the target's distribution at a token x, after the sampling settings and given the text before. If each x was drawn
-from its p, each of these has a known law:
+from its p, each of these has a known distribution:
 
 likelihood  the sum of -log p(x) - H(p) has mean 0 and a known variance: sharper or flatter texts
 ranks       sum_{v before x} p_v + u p_x, with a uniform u, is uniform and independent from token to token. `before` is
@@ -38,7 +38,7 @@ TIE = 0.06  # at temperature 0: the largest gap of two logits that bfloat16 expl
 UNLIKELIEST = 0.002  # at temperature 0: share of tokens that may have a larger gap
 
 
-class Served(NamedTuple):
+class ServedText(NamedTuple):
     """The n tokens of a text. x (n,): index of each token among the V outcomes of its distribution. p (n, V): the
     target's probabilities of these outcomes. q (n, V): those of the draft, None if they are not known. gap (n,): how
     far the token's logit is below the largest one, in root mean squares of the logits; None if not known. by_id:
@@ -71,10 +71,10 @@ class Audit:
     @property
     def wrong(self) -> list[str]:
         """Return what did not pass, one phrase each."""
-        found = [f"{name}: z {z:+.1f}" for name, z in self.scores.items() if not abs(z) <= self.limit]
+        phrases = [f"{name}: z {z:+.1f}" for name, z in self.scores.items() if not abs(z) <= self.limit]
         if self.impossible > self.allowed:
-            found.append(f"{self.impossible} of {self.tokens} tokens cannot be drawn from the target")
-        return found
+            phrases.append(f"{self.impossible} of {self.tokens} tokens cannot be drawn from the target")
+        return phrases
 
     @property
     def passed(self) -> bool:
@@ -95,7 +95,7 @@ class Audit:
 
 
 def audit(
-    served: Iterable[tuple[int, Served]],
+    served: Iterable[tuple[int, ServedText]],
     prompts: Sequence[object],
     texts: Sequence[Sequence[int]],
     others: Mapping[str, float] = MappingProxyType({}),
@@ -113,12 +113,12 @@ def audit(
 def partners(prompts: Sequence[object]) -> dict[int, int]:
     """Return, for the index of each text but the last of its prompt, the index of the next text of this prompt."""
     last: dict[object, int] = {}
-    found = {}
+    following = {}
     for row, prompt in enumerate(prompts):
         if prompt in last:
-            found[last[prompt]] = row
+            following[last[prompt]] = row
         last[prompt] = row
-    return found
+    return following
 
 
 def _together(text: Sequence[int], other: Sequence[int]) -> list[bool]:
@@ -138,7 +138,7 @@ def from_target(
     sampling: Sampling,
     vocabulary: int,
     draft: LM | None = None,
-) -> Iterator[tuple[int, Served]]:
+) -> Iterator[tuple[int, ServedText]]:
     """Yield (index of the text, its tokens) with a target in this process, from transformers' own forward of each whole
     text. sampling: the settings of the texts. vocabulary: number of ids that can be drawn. draft: a draft that is a
     language model of the same tokens, for the order by q / p."""
@@ -154,7 +154,7 @@ def from_target(
             q = torch.cat([probs(block.logits[0], sampling) for block in blocks])
         high = wide(logits)
         gap = (high.amax(-1) - high.gather(-1, x.unsqueeze(-1)).squeeze(-1)) / scale
-        yield row, Served(x, probs(logits, sampling), q, gap if sampling.temperature == 0 else None)
+        yield row, ServedText(x, probs(logits, sampling), q, gap if sampling.temperature == 0 else None)
 
 
 def rank(p: Tensor, x: Tensor, order: Tensor, u: Tensor) -> Tensor:
@@ -175,7 +175,7 @@ class _Tally:
         self.ranks: dict[str, list[Tensor]] = {}  # by order, (n,) of each text
         self.tokens, self.impossible, self.greedy = 0, 0, False
 
-    def add(self, one: Served, together: list[bool] | None) -> None:
+    def add(self, one: ServedText, together: list[bool] | None) -> None:
         """Add a text. together: whether a second text of its prompt has the same token, up to the first difference."""
         self.tokens += len(one.x)
         if one.gap is not None:
@@ -249,6 +249,6 @@ def pearson(counts: Tensor) -> float:
 
 
 def standard(statistic: float, degrees: int) -> float:
-    """Return the standard score (Wilson and Hilferty 1931) of a statistic whose law is chi-squared."""
+    """Return the standard score (Wilson and Hilferty 1931) of a statistic that is distributed as chi-squared."""
     root = math.copysign(abs(statistic / degrees) ** (1 / 3), statistic)
     return (root - 1 + 2 / (9 * degrees)) / math.sqrt(2 / (9 * degrees))

@@ -1,4 +1,4 @@
-"""The audit of texts: its scores have their laws where texts are drawn from the target, and see what is not."""
+"""The audit of texts: its scores are standard where texts are drawn from the target, and see what is not."""
 
 import math
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.exactness.audit import LEVEL, Served, audit, partners, pearson, rank, standard
+from inference.exactness.audit import LEVEL, ServedText, audit, partners, pearson, rank, standard
 
 V = 7
 
@@ -23,7 +23,7 @@ def drawn(seed: int, texts: int, tokens: int, sharpness: float = 1.0, keep: floa
         q = (p.log() + torch.randn(tokens, V, generator=g, dtype=torch.float64)).softmax(-1)
         law = (1 - keep) * (p**sharpness / (p**sharpness).sum(-1, keepdim=True)) + keep * q
         x = law.multinomial(1, generator=g).squeeze(-1)
-        served.append((row, Served(x, p, q)))
+        served.append((row, ServedText(x, p, q)))
         ids.append(x.tolist())
     return served, ids
 
@@ -49,7 +49,7 @@ def test_scores_of_the_targets_own_texts_are_standard() -> None:
         ({"keep": 0.2}, "ranks by q / p, mean"),
     ],
 )
-def test_other_laws_are_seen_by_their_score(how: dict[str, float], score: str) -> None:
+def test_other_distributions_are_seen_by_their_score(how: dict[str, float], score: str) -> None:
     found = audited(1, **how)
     assert not found.passed and abs(found.scores[score]) > found.limit  # type: ignore[attr-defined]
 
@@ -58,14 +58,14 @@ def test_a_named_shift_is_seen() -> None:
     """Of the size that an audit says that it sees with probability .99: moved from the likelier half to the other."""
     g, tokens = torch.Generator().manual_seed(5), 5000
     p = torch.full((tokens, 64), 1 / 64, dtype=torch.float64) + torch.arange(64) * 1e-9  # an order by p
-    size = audit([(0, Served(p.multinomial(1, generator=g).squeeze(-1), p))], [0], [[0] * tokens]).shift
+    size = audit([(0, ServedText(p.multinomial(1, generator=g).squeeze(-1), p))], [0], [[0] * tokens]).shift
     law = torch.full((64,), 1 / 64, dtype=torch.float64)
     law[:32] += size / 32
     law[32:] -= size / 32
     seen = 0
     for _ in range(40):
         x = law.expand(tokens, -1).multinomial(1, generator=g).squeeze(-1)
-        found = audit([(0, Served(x, p))], [0], [[0] * tokens])
+        found = audit([(0, ServedText(x, p))], [0], [[0] * tokens])
         seen += abs(found.scores["ranks by p, mean"]) > found.limit
     assert seen >= 36
 
@@ -75,7 +75,7 @@ def test_reused_seeds_are_seen_in_texts_of_equal_prompts() -> None:
     twice = [*served, *((30 + row, one) for row, one in served)]
     prompts = [*range(30), *range(30)]
     assert "equal prompts" in "".join(audit(twice, prompts, ids + ids).wrong)
-    fresh = [Served(one.p.multinomial(1).squeeze(-1), one.p) for _, one in served]
+    fresh = [ServedText(one.p.multinomial(1).squeeze(-1), one.p) for _, one in served]
     other = [one.x.tolist() for one in fresh]
     more = [*served, *((30 + row, one) for row, one in enumerate(fresh))]
     assert abs(audit(more, prompts, ids + other).scores["equal prompts"]) < 4.5
@@ -85,7 +85,7 @@ def test_reused_numbers_are_seen_in_pairs() -> None:
     p = torch.randn(4000, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
     u = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).repeat_interleave(2)
     x = (p.cumsum(-1) < u.unsqueeze(-1)).sum(-1).clamp(max=V - 1)
-    assert abs(audit([(0, Served(x, p))], [0], [x.tolist()]).scores["pairs by id"]) > 20
+    assert abs(audit([(0, ServedText(x, p))], [0], [x.tolist()]).scores["pairs by id"]) > 20
 
 
 def test_the_rank_is_uniform_by_enumeration() -> None:
@@ -104,7 +104,7 @@ def test_the_rank_is_uniform_by_enumeration() -> None:
 def test_greedy_texts_must_have_the_likeliest_token_up_to_ties() -> None:
     def texts(gap: Tensor) -> object:
         return audit(
-            [(0, Served(torch.zeros(len(gap), dtype=torch.int64), torch.ones(len(gap), 1), gap=gap))], [0], [[0]]
+            [(0, ServedText(torch.zeros(len(gap), dtype=torch.int64), torch.ones(len(gap), 1), gap=gap))], [0], [[0]]
         )
 
     ties, wrong = torch.zeros(1000), torch.zeros(1000)
@@ -118,7 +118,7 @@ def test_impossible_tokens_fail() -> None:
     p[:, 3] = 0
     x = torch.randint(0, 3, (500,), generator=torch.Generator().manual_seed(0))
     x[:20] = 3
-    found = audit([(0, Served(x, p))], [0], [x.tolist()])
+    found = audit([(0, ServedText(x, p))], [0], [x.tolist()])
     assert found.impossible == 20 and "cannot be drawn" in found.wrong[-1]
 
 
@@ -138,6 +138,6 @@ def test_partners_are_the_next_text_of_a_prompt() -> None:
 def test_texts_of_a_prompt_are_compared_up_to_their_first_difference() -> None:
     p = torch.full((6, 4), 0.25, dtype=torch.float64)
     texts = [[0, 1, 2, 2, 2, 2], [0, 3, 2, 2, 2, 2]]
-    served = [(row, Served(torch.tensor(text), p)) for row, text in enumerate(texts)]
+    served = [(row, ServedText(torch.tensor(text), p)) for row, text in enumerate(texts)]
     found = audit(served, ["a", "a"], texts).scores["equal prompts"]
     assert found == pytest.approx((0.75 - 0.25) / math.sqrt(2 * 0.25 * 0.75))
