@@ -113,7 +113,8 @@ def export(
             "trees, and chains (export with k=)."
         )
     if layout != MARKOV:
-        remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
+        served = changed(metadata, objective=drafting(engine, metadata.objective, layout))
+        remarks = [*_without_markov_head(network, Path(source), served), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
     with new_folder(Path(output), replace=replace) as new:

@@ -250,8 +250,9 @@ def layout_of(kind: str, engine: str) -> Any | None:
         )
     student = student_class(kind)
     if student.features:
-        if not any(engine in FEATURES[layout] for layout in student.features):
-            raise UserError(f"engine={engine}: it loads no {kind} drafts: set engine=vllm")
+        able = [name for name in ENGINES if any(name in FEATURES[layout] for layout in student.features)]
+        if engine not in able:
+            raise UserError(f"engine={engine}: it loads no {kind} drafts: set engine={' or '.join(able)}")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None
