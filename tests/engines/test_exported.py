@@ -39,9 +39,10 @@ CONTEXT = 256
 
 
 class LlamaCpp(Worker):
-    """llama.cpp's server, one text at a time. command: of a card, after `llama-server`; () for no draft."""
+    """llama.cpp's server. command: of a card, after `llama-server`; () for no draft. rows: texts at once; with more than
+    one, its EAGLE-3 accepts less (build 11549)."""
 
-    def __init__(self, target: Path, command: tuple[str, ...] = ()) -> None:
+    def __init__(self, target: Path, command: tuple[str, ...] = (), rows: int = 1) -> None:
         flags = dict(zip(command[::2], command[1::2], strict=True))
         settings = {
             "target": str(target),
@@ -50,7 +51,7 @@ class LlamaCpp(Worker):
             "k": int(flags.get("--spec-draft-n-max", 0)),
             "sampled": flags.get("--spec-draft-sampling") == "probabilistic",
             "context": CONTEXT,
-            "rows": 1,  # its EAGLE-3 is wrong with more (build 11549)
+            "rows": rows,
         }
         python = os.environ["COTRAIN_VLLM"]
         super().__init__("llama.cpp", [python, str(SERVER)], settings, OUTPUT / "llamacpp server.log")
@@ -153,6 +154,32 @@ def test_llamacpp_accepts_a_draft_as_predicted(
     figures["greedy_text"] = vars(text) | {"line": text.line()}
     print(text.line())
     assert text.unexplained == 0
+
+
+@pytest.fixture(scope="module")
+def at_once(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    yield from reported("engines_out_rows", pytestconfig)
+
+
+@pytest.mark.parametrize("name", ["draft-eagle3", "draft-dspark", "draft-dflash"])
+def test_llamacpp_serves_the_targets_texts_at_once(
+    name: str, plan: Plan, file: Path, plain: list[list[int]], at_once: dict[str, Any], tmp_path: Path
+) -> None:
+    """Whatever is accepted; tau with one text at a time and with four is kept."""
+    case, prompts = CASES[name], plan.final(0, SIZE.prompts // 2)
+    paths = [f"draft.path={draft_folder(case.draft)}", f"target.path={file}", f"output={tmp_path / 'served'}"]
+    assert main(["export", "engine=llamacpp", *paths, *case.settings]) == 0
+    command = tuple(on_card(tmp_path / "served", "llama-server"))
+    figures = at_once[name] = {}
+    for rows in (1, 4):
+        with LlamaCpp(file, command, rows) as server:
+            answer = server.generate(prompts, 0.0)
+        emitted = sum(len(text) - 1 for text in answer["tokens"])
+        text = same_text(plan, plain, answer["tokens"])
+        tau = emitted / (emitted - answer["accepted"])
+        figures[f"{rows} at once"] = {"served": tau, "tokens": emitted, "greedy_text": text.line()}
+        print(f"\nllama.cpp, {name}, {rows} at once: tau {tau:.3f}; {text.line()}")
+        assert text.unexplained == 0 and tau > 1.1
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)

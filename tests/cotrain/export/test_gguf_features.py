@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.cli import main
 from cotrain.errors import UserError
-from cotrain.export.engines import GGUF_FILE
+from cotrain.export.engines import GGUF_FILE, drafting, launch
 from cotrain.export.gguf_features import write_features
 from inference.drafts.draft_folder import REPORT, Metadata, save
 from inference.proposers.p_eagle import PEagleNetwork
@@ -175,3 +175,13 @@ def test_the_card_names_the_method_and_what_is_lost(
     assert types["blk.0.attn_q.weight"] == "F32" and "markov_w1.weight" not in types
     assert "has no Markov head: set layout=dflash" in run("block", "layout=dspark")
     assert "engine=llamacpp: it does not load drafts of kind p_eagle: set engine=vllm" in run("p_eagle")
+
+
+def test_only_a_causal_lm_draws_its_drafts() -> None:
+    """llama.cpp's other methods know greedy drafts alone."""
+    drawn = "--spec-draft-sampling probabilistic"
+    assert launch("llamacpp", "d", "t.gguf", 3, "sampled", "gguf").endswith(drawn)
+    assert drawn not in launch("llamacpp", "d", "t.gguf", 3, "greedy", "gguf")
+    assert drawn not in launch("llamacpp", "d", "t.gguf", 3, "sampled", "eagle3", "eagle")
+    assert drafting("llamacpp", "sampled") == drafting("vllm", "sampled", "eagle3") == "sampled"
+    assert drafting("llamacpp", "sampled", "eagle3") == drafting("llamacpp", "greedy") == "greedy"
