@@ -34,6 +34,7 @@ from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
+RAW_RESIDUAL = ("sglang", "tensorrt_llm")  # whose layers add the features themselves, by their sources
 
 
 def export(
@@ -71,7 +72,8 @@ def export(
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
     remarks about what the layout cannot hold.
 
-    Raises UserError for a layout that this kind cannot have, and for a head of low rank. Raises ValueError for a folder
+    Raises UserError for a layout that this kind cannot have, for a head of low rank, and for what the engine does not
+    compute. Raises ValueError for a folder
     of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A draft that
     drafts in one pass allows k up to the number of depths it was trained for. If its mask tokens attend to each other,
     k must equal that number. Raises FileExistsError if `output` contains files and `replace` is False.
@@ -89,6 +91,11 @@ def export(
     network.fits(target, str(source))
     if layout == MARKOV and network.markov_head is None:
         raise UserError(f"layout={layout}: {source} has no Markov head: set layout=dflash")
+    if engine in RAW_RESIDUAL and network.config.norm_before_residual:
+        raise UserError(
+            f"engine={engine}: {Path(source) / CONFIG}: norm_before_residual is true, which it does not compute: set "
+            "engine=vllm or llamacpp"
+        )
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
