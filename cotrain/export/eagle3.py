@@ -89,13 +89,7 @@ def export(
     refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class, model=target)
     network.fits(target, str(source))
-    if layout == MARKOV and network.markov_head is None:
-        raise UserError(f"layout={layout}: {source} has no Markov head: set layout=dflash")
-    if engine in RAW_RESIDUAL and network.config.norm_before_residual:
-        raise UserError(
-            f"engine={engine}: {Path(source) / CONFIG}: norm_before_residual is true, which it does not compute: set "
-            "engine=vllm or llamacpp"
-        )
+    _refuse(network, Path(source), engine, layout)
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
@@ -141,6 +135,17 @@ def export(
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
+
+
+def _refuse(network: Any, source: Path, engine: str, layout: str) -> None:
+    """Raise UserError if the layout has a Markov head and the network none, or if the engine computes another layer."""
+    if layout == MARKOV and network.markov_head is None:
+        raise UserError(f"layout={layout}: {source} has no Markov head: set layout=dflash")
+    if engine in RAW_RESIDUAL and network.config.norm_before_residual:
+        raise UserError(
+            f"engine={engine}: {source / CONFIG}: norm_before_residual is true, which it does not compute: set "
+            "engine=vllm or llamacpp"
+        )
 
 
 def _as_gguf(

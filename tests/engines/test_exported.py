@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from cotrain.bench import server_parity as checked
@@ -19,12 +20,16 @@ from cotrain.export.gguf import write_file
 from cotrain.planning.plan import Plan
 from cotrain.teacher.target_model import load_pair
 from inference import Sampling
-from inference.exactness.figures import expected
+from inference.exactness.figures import Figures, expected, reach_of
+from inference.exactness.likelihood import check_likelihood
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.arms import transformers_arm
 from inference.measure.timing import interleave
+from inference.output import Counts, Emitted
+from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Served
 from inference.servers.worker import Worker
+from inference.verify import predict_chain
 from studies.assisted import assisted_arm
 from tests.engines.conftest import OUTPUT, reported
 from tests.engines.conftest import SIZE as vllm_size
@@ -36,6 +41,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 SIZE = resized(vllm_size, prompts=16, new_tokens=96)
 SERVER = Path(__file__).parent / "llamacpp" / "server.py"
 CONTEXT = 256
+TOP = 10  # of the draft's tokens, from which llama.cpp draws
 
 
 class LlamaCpp(Worker):
@@ -62,10 +68,9 @@ class LlamaCpp(Worker):
 
 
 class Case(NamedTuple):
-    """draft: of `drafts`; drafting: as the card has it; settings: of the export; markov: whether its head is kept."""
+    """draft: of `drafts`; settings: of the export; markov: whether its head is kept."""
 
     draft: str
-    drafting: str = "greedy"
     settings: tuple[str, ...] = ()
     markov: bool = False
 
@@ -74,7 +79,6 @@ CASES = {
     "draft-eagle3": Case("eagle"),
     "draft-dspark": Case("block", markov=True),
     "draft-dflash": Case("block", settings=("layout=dflash",)),
-    "draft-simple, sampled": Case("four layers, sampled", "sampled"),
     "draft-simple, greedy": Case("four layers, sampled", settings=("objective=greedy_draft",)),
     "draft-eagle3, d2t": Case("eagle, pruned"),
     "draft-dflash, causal, d2t": Case("block, causal"),
@@ -141,7 +145,7 @@ def test_llamacpp_accepts_a_draft_as_predicted(
     network, metadata = load(case.draft)
     if not case.markov:
         network.markov_head = None
-    drafting = replace(plan, draft=network, objective=case.drafting, kind=metadata.kind)
+    drafting = replace(plan, draft=network, objective="greedy", kind=metadata.kind)
     kept: list[list[list[int]]] = []
     with LlamaCpp(file, command) as server:
         for temperature in TEMPERATURES:
@@ -154,6 +158,60 @@ def test_llamacpp_accepts_a_draft_as_predicted(
     figures["greedy_text"] = vars(text) | {"line": text.line()}
     print(text.line())
     assert text.unexplained == 0
+
+
+@pytest.fixture(scope="module")
+def drawn(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    yield from reported("engines_out_sampled", pytestconfig)
+
+
+def test_llamacpp_draws_drafts_of_the_ten_likeliest(
+    plan: Plan, file: Path, plain: list[list[int]], drawn: dict[str, Any], tmp_path: Path
+) -> None:
+    """So q is that of its ten likeliest tokens; the text is the target's all the same."""
+    paths = [
+        f"draft.path={draft_folder('four layers, sampled')}",
+        f"target.path={file}",
+        f"output={tmp_path / 'served'}",
+    ]
+    assert main(["export", "engine=llamacpp", *paths]) == 0
+    network, metadata = load("four layers, sampled")
+    with LlamaCpp(file, tuple(on_card(tmp_path / "served", "llama-server"))) as server:
+        for temperature in TEMPERATURES:
+            regime = in_regime(replace(plan, draft=network, kind=metadata.kind), temperature)
+            prompts = regime.final(0, regime.bench.prompts)
+            answer = server.generate(prompts, temperature)
+            texts, draft = answer["tokens"], regime.proposer()
+            emitted = sum(len(text) - 1 for text in texts)
+            whole = checked.figures_after(regime, regime.engine(K, 1, proposer=draft), draft, prompts, texts)
+            top = of_likeliest(whole, network, prompts, texts) if temperature else whole
+            tau = {"served": emitted / (emitted - answer["accepted"])}
+            for name, figures in (("predicted", top), ("predicted of the whole q", whole)):
+                reach = reach_of(figures, "token")
+                assert reach is not None
+                tau[name] = emitted / float(predict_chain.calls_from(reach, figures.lengths).sum())
+            ids = row_ids(prompts)
+            likely = check_likelihood(
+                regime.engine(K, 1), Emitted(prompts, ids, texts, [Counts() for _ in ids]), regime.sampling
+            )
+            drawn[f"temperature {temperature:g}"] = tau | {"tokens": emitted, "texts": likely.line()}
+            print(f"\nllama.cpp, drawn, temperature {temperature:g}: {tau}; {likely.line()}")
+            assert abs(tau["served"] / tau["predicted"] - 1) < checked.TOLERANCE and likely.passed
+    text = same_text(plan, plain, texts)
+    drawn["greedy_text"] = vars(text) | {"line": text.line()}
+    assert text.unexplained == 0
+
+
+@torch.no_grad()
+def of_likeliest(figures: Figures, draft: Any, prompts: list[list[int]], texts: list[list[int]]) -> Figures:
+    """The figures with log q of the draft's `TOP` likeliest tokens at temperature 1, renormalised. texts: each without
+    its first token in the figures."""
+    logq = figures.logq.clone()
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        logits = draft(torch.tensor([prompt + text])).logits[0, len(prompt) : -1].float()
+        at, top = logits.gather(1, torch.tensor(text[1:])[:, None])[:, 0], logits.topk(TOP).values
+        logq[row, : len(at)] = (at - top.logsumexp(-1)).where(at >= top[:, -1], -torch.inf).double()
+    return replace(figures, logq=logq)
 
 
 @pytest.fixture(scope="module")
