@@ -226,7 +226,8 @@ ENGINES = {
         "llama.cpp drafts the likeliest tokens and samples from the target as without a draft: a draft is accepted "
         "if it is the target's own sample, with p(argmax q). With --spec-draft-sampling probabilistic it draws the "
         "drafts of a causal LM among its ten likeliest tokens and accepts them with min(1, p / q): less than predicted "
-        "for the whole of q. Builds that know no such flag draft the likeliest tokens: leave it out. Older ones call the flags before it --draft-max and --draft-p-min.",
+        "for the whole of q. Builds that know no such flag draft the likeliest tokens: leave it out. Older ones call "
+        "the flags before it --draft-max and --draft-p-min.",
     ),
 }
 
