@@ -35,7 +35,7 @@ SIZE = resized(vllm_size, prompts=12, new_tokens=64, depths=[K])
 
 @pytest.fixture(scope="module")
 def found(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
-    yield from reported("engines_out_smollm2", pytestconfig)
+    yield from reported("engines_out_smollm2", pytestconfig, K)
 
 
 @pytest.fixture(scope="module")
