@@ -258,7 +258,7 @@ class ExportConfig(Settings):
     engine: str = "vllm"
     """vllm, sglang, tensorrt_llm, transformers or llamacpp."""
     layout: str = "auto"
-    """The file format: hf, gguf for llamacpp, of feature drafts eagle3 or speculators, of block drafts dflash or dspark;
+    """The file format: hf, gguf for llamacpp, of feature drafts eagle3 or speculators, of blocks dflash or dspark;
     auto: that in which the engine loads such drafts."""
     k: Size | None = None
     """null: the planned draft length."""
