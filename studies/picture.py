@@ -28,7 +28,8 @@ STYLE = """text{font:14px ui-monospace,Menlo,Consolas,monospace;white-space:pre}
 
 def decoded() -> dict[str, Any]:
     engine = load(Path(__file__).parents[1] / "data" / "drafts" / "smollm2")
-    events = [*engine.stream([{"role": "user", "content": PROMPT}], max_new_tokens=150, sampling=CARD, seed=2)]  # type: ignore[arg-type]
+    asked = [{"role": "user", "content": PROMPT}]
+    events = [*engine.stream(asked, max_new_tokens=150, sampling=CARD, seed=2)]
     tokenizer = engine.tokenizer
     assert tokenizer is not None
     parts = [*pieces(events, lambda ids: str(tokenizer.decode(ids)))]

@@ -1,6 +1,7 @@
 """Command `cotrain export`. It writes the folder that a serving engine loads, or checks such a folder."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,14 @@ from cotrain.export.engines import (
     usual_layout,
 )
 from cotrain.export.fitting import measured_elsewhere, refuse_temperature
-from cotrain.export.publishing import card, tau_table
+from cotrain.export.publishing import card, fetched, tau_table
 from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
 from cotrain.training.preconditions import say_other_weights
 from inference.drafts.draft_folder import REPORT, Metadata, read
 from inference.drafts.gguf_target import gguf_file
-from inference.drafts.weight_files import read_json
+from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.pretrained import longest_text
 
 
@@ -69,7 +70,8 @@ def run(cfg: ExportConfig) -> None:
     metadata = _metadata(cfg.draft.path)
     kind = metadata.kind if metadata else "independent"
     if cfg.layout == "auto":
-        cfg.layout = usual_layout(kind, cfg.engine)
+        markov = bool(metadata and read_json(Path(cfg.draft.path) / CONFIG).get("markov_rank"))
+        cfg.layout = usual_layout(kind, cfg.engine, markov)
     refuse_layout(cfg.engine, cfg.layout)
     if cfg.push_to_hub:
         publishing.require_hub(cfg.push_to_hub)
@@ -85,26 +87,24 @@ def run(cfg: ExportConfig) -> None:
         raise UserError(
             f"k={cfg.k}: text and drafts share the {room} tokens of the context of {served}: set k={room - 1} or less"
         )
-    plain = cfg.layout not in FEATURES and layout_of(kind, cfg.engine) is None
-    if cfg.dtype != "auto" and not plain:
+    layout = None if cfg.layout in FEATURES else layout_of(kind, cfg.engine)
+    own = cfg.layout in FEATURES or layout is not None
+    if cfg.dtype != "auto" and own and cfg.engine != "llamacpp":
         raise UserError(f"dtype={cfg.dtype}: {kind} drafts are written in their own dtype: leave dtype= out")
-    if cfg.layout in FEATURES:
-        path = _features(cfg, served)
-        _print_launch(path, cfg)
-    elif layout := layout_of(kind, cfg.engine):
+    if layout:
         path = layout.export(
             cfg.draft.path, cfg.output, cfg.k, target=served, replace=cfg.overwrite, name=cfg.push_to_hub
         )
-        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
-    elif cfg.layout == "gguf":
-        path = _plain(cfg, served)
+    else:
+        path = _features(cfg, served) if own else _plain(cfg, served)
+    if layout or cfg.engine == "llamacpp":
         print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
     else:
-        path = _plain(cfg, served)
         _print_launch(path, cfg)
-        _print_remarks(path)
-        if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
-            print(apart, file=sys.stderr)
+        if not own:
+            _print_remarks(path)
+    if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
+        print(apart, file=sys.stderr)
     if cfg.push_to_hub:
         _push(path, cfg.push_to_hub, served)
 
@@ -175,7 +175,15 @@ def _features(cfg: ExportConfig, target: str) -> Path:
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target, device_map="cpu")  # its ends are copied; the whole may not fit on a GPU
     assert cfg.draft.path
-    called = cfg.push_to_hub or str(Path(cfg.output).absolute())
+    called, fetch = cfg.push_to_hub or str(Path(cfg.output).absolute()), list[str]()
+    if cfg.push_to_hub and cfg.engine == "llamacpp":
+        called, fetch = fetched(cfg.push_to_hub)
+    exported: list[Metadata] = []
+
+    def readme(written: Metadata) -> str:
+        exported.append(written)
+        return card(written, cfg.engine, called, None, _remarks(written) + fetch, cfg.layout)
+
     try:
         path = eagle3.export(
             cfg.draft.path,
@@ -186,15 +194,16 @@ def _features(cfg: ExportConfig, target: str) -> Path:
             target=model,
             objective=asked,
             name=target,
+            dtype=None if cfg.dtype == "auto" else cfg.dtype,
             replace=cfg.overwrite,
-            card=lambda written: card(written, cfg.engine, called, None, _remarks(written), cfg.layout),
+            card=readme,
         )
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
-    written = read(path).metadata
-    assert written is not None
+    if cfg.engine == "llamacpp":  # which gives any states in any order
+        return path
     _print_remarks(path)
-    layers = (written.origin.get("export") or {}).get("inputs_of_layers", [])
+    layers = (exported[0].origin.get("export") or {}).get("inputs_of_layers", [])
     if sorted(set(layers)) != list(layers):
         print(
             f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
@@ -233,10 +242,8 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
         settings["target_config"], settings["target_tokenizer"] = load_config(target)
     dtype = None if cfg.dtype == "auto" else cfg.dtype
     if cfg.layout == "gguf":
-        try:
-            from cotrain.export import gguf
-        except ModuleNotFoundError as error:
-            raise UserError("engine=llamacpp: it needs the package gguf: pip install 'cotrain[gguf]'") from error
+        from cotrain.export import gguf
+
         return gguf.export(cfg.draft.path, cfg.output, cfg.k, dtype=dtype, **settings)
     if dtype == "q8_0":
         raise UserError("dtype=q8_0: only GGUF files have this dtype: set engine=llamacpp, or another dtype=")
@@ -245,7 +252,10 @@ def _plain(cfg: ExportConfig, target: str) -> Path:
 
 
 def _refuse(cfg: ExportConfig) -> None:
-    """Raise UserError if `output` may not be replaced or cannot be written. Call this before weights are read."""
+    """Raise UserError if `output` may not be replaced or cannot be written, or if the engine needs a package that is
+    missing. Call this before weights are read."""
+    if cfg.engine == "llamacpp" and find_spec("gguf") is None:
+        raise UserError("engine=llamacpp: it needs the package gguf: pip install 'cotrain[gguf]'")
     path = Path(cfg.output)
     if path.exists() and not path.is_dir():
         raise UserError(f"output={path} is a file: name a folder")

@@ -258,8 +258,8 @@ class ExportConfig(Settings):
     engine: str = "vllm"
     """vllm, sglang, tensorrt_llm, transformers or llamacpp."""
     layout: str = "auto"
-    """The file format: hf, gguf for llamacpp, of feature drafts eagle3, of block drafts dflash; auto: that in which the
-    engine loads such drafts."""
+    """The file format: hf, gguf for llamacpp, of feature drafts eagle3 or speculators, of blocks dflash or dspark;
+    auto: that in which the engine loads such drafts."""
     k: Size | None = None
     """null: the planned draft length."""
     objective: Objective | None = None
@@ -267,7 +267,7 @@ class ExportConfig(Settings):
     temperature: Temperature | None = None
     """For a conditioned draft: the temperature that it is exported for."""
     dtype: Annotated[str, one_of("auto", "float32", "bfloat16", "float16", "q8_0")] = "auto"
-    """Of the weights in layout hf or gguf (q8_0: gguf alone); auto: the draft's."""
+    """Of the weights in layout hf or for llamacpp (q8_0: llamacpp alone); auto: the draft's."""
     check: Annotated[str | bool | None, Mark.PATH] = None
     """An exported folder: check it, write nothing."""
     push_to_hub: Text = None

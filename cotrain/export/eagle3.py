@@ -1,11 +1,12 @@
-"""Export of feature drafts to the format of EAGLE-3 (vLLM, SGLang, TensorRT-LLM), speculators (vLLM) or DFlash (vLLM).
+"""Export of feature drafts to the format of EAGLE-3 (vLLM, SGLang, TensorRT-LLM), speculators (vLLM) or DFlash (vLLM),
+and of EAGLE-3, DFlash or DSpark in a GGUF file (llama.cpp).
 
 Draft folders of kind eagle and p_eagle already have the EAGLE-3 format: its tensor names, d2t, and no embedding, since
 engines use the target's. The format of speculators has another config.json, the prefix `layers.0.`, and the embedding.
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 
 Draft folders of kind block have DFlash's format, except that vLLM reads the mask token's embedding from a separate
-file. No format here can hold a Markov head, so it is left out.
+file. DSpark alone can hold a Markov head; elsewhere it is left out.
 """
 
 import json
@@ -19,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
-from cotrain.export.engines import TREES, drafting, is_parallel
+from cotrain.export.engines import GGUF_FILE, MARKOV, TREES, drafting, is_parallel
 from cotrain.export.fitting import refuse_small_head
 from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import Metadata, load_draft, read, write
+from inference.drafts.gguf_target import gguf_file
 from inference.drafts.published import LAYER, LAYER_IDS, MASK_FILE, renamed
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
 from inference.proposers import kind_of
@@ -32,6 +34,7 @@ from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
+RAW_RESIDUAL = ("sglang", "tensorrt_llm")  # whose layers add the features themselves, by their sources
 
 
 def export(
@@ -44,6 +47,7 @@ def export(
     target: PreTrainedModel,
     objective: str | None = None,
     name: str | None = None,
+    dtype: str | None = None,
     replace: bool = False,
     card: Callable[[Metadata], str] | None = None,
 ) -> Path:
@@ -52,13 +56,15 @@ def export(
 
     Args:
         source: the draft folder.
-        layout: the format: "eagle3", "speculators" or "dflash".
+        layout: the format: "eagle3", "speculators", "dflash" or "dspark".
         k: drafts per round. None: the value in cotrain.json, or a newly planned one if the engine draws drafts in
             another way (sampled or greedy) than in the measurement of the draft.
         engine: an engine that loads `layout` (a key of `engines.FEATURES[layout]`).
         target: the model that the draft was trained for.
         objective: "sampled" or "greedy"; None for the value in cotrain.json.
-        name: the target's hub id or path; None for the value in cotrain.json.
+        name: the target's hub id or path; None for the value in cotrain.json. llama.cpp's file gets the tokenizer of a
+            GGUF target, otherwise that of the draft folder.
+        dtype: how llama.cpp's file stores matrices, a key of `gguf.TYPES`; None for the draft's own.
         replace: whether a folder at `output` is replaced.
         card: a function from the metadata to the text of the README; None to write no README.
 
@@ -66,7 +72,8 @@ def export(
     the layers before them (for SGLang in `eagle_config`, for TensorRT-LLM in its launch command). The metadata also has
     remarks about what the layout cannot hold.
 
-    Raises UserError for a layout that this kind cannot have, and for a head of low rank. Raises ValueError for a folder
+    Raises UserError for a layout that this kind cannot have, for a head of low rank, and for what the engine does not
+    compute. Raises ValueError for a folder
     of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A draft that
     drafts in one pass allows k up to the number of depths it was trained for. If its mask tokens attend to each other,
     k must equal that number. Raises FileExistsError if `output` contains files and `replace` is False.
@@ -82,6 +89,7 @@ def export(
     refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class, model=target)
     network.fits(target, str(source))
+    _refuse(network, Path(source), engine, layout)
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
@@ -98,22 +106,27 @@ def export(
         )
         metadata = metadata.exported(None, depths, None)
     elif not k and not (metadata.tree and (engine, layout) in TREES):
-        way, markov = drafting(engine, metadata.objective), network.markov_head is None
+        way, markov = drafting(engine, metadata.objective, layout), network.markov_head is None or layout == MARKOV
         metadata, remarks = planned_anew(source, folder.metadata, metadata, way, markov)
     elif not k and metadata.tree and not metadata.tree.likeliest:
         remarks.append(
             f"Its tree was planned with sampled children, but {engine} drafts the likeliest tokens: also time smaller "
             "trees, and chains (export with k=)."
         )
-    remarks = [*_without_markov_head(network, Path(source), metadata), *remarks]
+    if layout != MARKOV:
+        served = changed(metadata, objective=drafting(engine, metadata.objective, layout))
+        remarks = [*_without_markov_head(network, Path(source), served), *remarks]
     layers = list(network.config.layers)
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
-    metadata = changed(metadata, origin={**metadata.origin, "export": {**numbered, "remarks": remarks}})
     with new_folder(Path(output), replace=replace) as new:
-        write(network, tokenizer, new, metadata, None)
+        if engine == "llamacpp":
+            remarks += _as_gguf(new, network, tokenizer, target, str(metadata.target["name"]), dtype)
+        metadata = changed(metadata, origin={**metadata.origin, "export": {**numbered, "remarks": remarks}})
+        if engine != "llamacpp":
+            write(network, tokenizer, new, metadata, None)
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
-        elif layout == "dflash":
+        elif layout == "dflash" and engine != "llamacpp":
             mask = {
                 "mask_token_id": network.config.dflash_config["mask_token_id"],
                 "embedding": network.mask_embedding.detach().cpu().clone(),
@@ -122,6 +135,37 @@ def export(
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
+
+
+def _refuse(network: Any, source: Path, engine: str, layout: str) -> None:
+    """Raise UserError if the layout has a Markov head and the network none, or if the engine computes another layer."""
+    if layout == MARKOV and network.markov_head is None:
+        raise UserError(f"layout={layout}: {source} has no Markov head: set layout=dflash")
+    if engine in RAW_RESIDUAL and network.config.norm_before_residual:
+        raise UserError(
+            f"engine={engine}: {source / CONFIG}: norm_before_residual is true, which it does not compute: set "
+            "engine=vllm or llamacpp"
+        )
+
+
+def _as_gguf(
+    folder: Path, network: Any, tokenizer: Any, target: PreTrainedModel, name: str, dtype: str | None
+) -> list[str]:
+    """Write the GGUF file into `folder`, and return remarks. name: the target's. The other arguments are those of
+    `export` and the draft folder's tokenizer."""
+    from gguf import GGUFReader
+
+    from cotrain.export.gguf_features import write_features
+
+    if (file := gguf_file(name)) is not None:
+        return write_features(network, target, GGUFReader(file), folder / GGUF_FILE, dtype)
+    if tokenizer is None:
+        raise UserError(
+            "engine=llamacpp: the draft folder has no tokenizer, and the file needs one: copy the target's tokenizer "
+            "files into it, or set target.path= to the target's GGUF file"
+        )
+    remarks = write_features(network, target, tokenizer, folder / GGUF_FILE, dtype)
+    return [f"TARGET.gguf is {name} in this format: llama.cpp's convert_hf_to_gguf.py writes it.", *remarks]
 
 
 def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list[str]:

@@ -23,7 +23,8 @@ from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
-GGUF_FILE = "draft.gguf"  # the one file of layout gguf
+GGUF_FILE = "draft.gguf"  # the one file of a draft for llama.cpp
+MARKOV = "dspark"  # the layout of block drafts that keeps a Markov head
 # names of what exports write
 FILES = (
     "config.json",
@@ -136,10 +137,11 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
-def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
+def _llamacpp(draft: str, target: str, k: int, objective: str, kind: str = "draft-simple") -> str:
     """Return the launch command. It sets p-min to 0, because some builds have another default and then end a chain at a
-    token that the draft is not sure of."""
+    token that the draft is not sure of. kind: llama.cpp's name for the kind of draft; only causal LMs draw drafts."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
+    drawn = kind == "draft-simple" and objective == "sampled"
     return shlex.join(
         [
             "llama-server",
@@ -148,11 +150,12 @@ def _llamacpp(draft: str, target: str, k: int, objective: str) -> str:
             "-md",
             str(Path(draft) / GGUF_FILE),
             "--spec-type",
-            "draft-simple",
+            kind,
             "--spec-draft-n-max",
             str(k),
             "--spec-draft-p-min",
             "0",
+            *(("--spec-draft-sampling", "probabilistic") if drawn else ()),
         ]
     )
 
@@ -163,10 +166,17 @@ _tensorrt_llm_features = partial(_tensorrt_llm, kind="Eagle3")
 
 # layout of `eagle3` -> the engines that load it, with their launch commands
 FEATURES: dict[str, dict[str, Command]] = {
-    "eagle3": {"vllm": _vllm_features, "sglang": _sglang_features, "tensorrt_llm": _tensorrt_llm_features},
+    "eagle3": {
+        "vllm": _vllm_features,
+        "sglang": _sglang_features,
+        "tensorrt_llm": _tensorrt_llm_features,
+        "llamacpp": partial(_llamacpp, kind="draft-eagle3"),
+    },
     "speculators": {"vllm": _vllm_features},
-    "dflash": {"vllm": partial(_vllm, method="dflash")},
+    "dflash": {"vllm": partial(_vllm, method="dflash"), "llamacpp": partial(_llamacpp, kind="draft-dflash")},
+    MARKOV: {"llamacpp": partial(_llamacpp, kind="draft-dspark")},
 }
+BLOCKS = ("dflash", MARKOV)  # layouts of blocks, which engines draft in one pass by a method of its own
 # (engine, layout) that can draft trees -> a remark for the user; all others draft chains
 TREES = {
     ("sglang", "eagle3"): "SGLang grows its trees anew in every round, of its likeliest tokens: the flags give it the "
@@ -210,12 +220,14 @@ ENGINES = {
     ),
     "llamacpp": ServingEngine(
         "gguf",
-        "llama.cpp with --spec-type draft-simple",
-        ("greedy",),
+        "llama.cpp with --spec-type",
+        ("greedy", "sampled"),
         _llamacpp,
         "llama.cpp drafts the likeliest tokens and samples from the target as without a draft: a draft is accepted "
-        "if it is the target's own sample, with p(argmax q). Older builds call the last two flags --draft-max and "
-        "--draft-p-min, and know no --spec-type.",
+        "if it is the target's own sample, with p(argmax q). With --spec-draft-sampling probabilistic it draws the "
+        "drafts of a causal LM among its ten likeliest tokens and accepts them with min(1, p / q): less than predicted "
+        "for the whole of q. Builds that know no such flag draft the likeliest tokens: leave it out. Older ones call "
+        "the flags before it --draft-max and --draft-p-min.",
     ),
 }
 
@@ -239,8 +251,9 @@ def layout_of(kind: str, engine: str) -> Any | None:
         )
     student = student_class(kind)
     if student.features:
-        if not any(engine in FEATURES[layout] for layout in student.features):
-            raise UserError(f"engine={engine}: it loads no {kind} drafts: set engine=vllm")
+        able = [name for name in ENGINES if any(name in FEATURES[layout] for layout in student.features)]
+        if engine not in able:
+            raise UserError(f"engine={engine}: it loads no {kind} drafts: set engine={' or '.join(able)}")
         raise UserError(f"layout=hf: feature drafts are written with layout={' or '.join(student.features)}")
     if student.layouts is None:
         return None
@@ -250,22 +263,23 @@ def layout_of(kind: str, engine: str) -> Any | None:
     return import_module(student.layouts[engine])
 
 
-def usual_layout(kind: str, engine: str) -> str:
+def usual_layout(kind: str, engine: str, markov: bool = False) -> str:
     """Return the layout to use for layout=auto. For a feature draft (eagle, p_eagle, block) it is the first of its
-    kind's layouts that the engine loads, otherwise the engine's layout for plain drafts. Raises UserError for an
-    unknown engine."""
+    kind's layouts that the engine loads, otherwise the engine's layout for plain drafts. markov: whether the draft has
+    a Markov head, which a layout is preferred for that keeps it. Raises UserError for an unknown engine."""
     plain = engine_named(engine).layout
     features = student_class(kind).features if kind in STUDENTS else ()
-    return next((layout for layout in features if engine in FEATURES[layout]), plain)
+    loads = [layout for layout in features if engine in FEATURES[layout]]
+    return MARKOV if markov and MARKOV in loads else next(iter(loads), plain)
 
 
 def refuse_layout(engine: str, layout: str) -> None:
     """Raise UserError, which names the key, if the engine does not load this layout, or if this package cannot write
     it."""
-    if layout == "dspark":
+    if layout == MARKOV and engine not in FEATURES[MARKOV]:
         raise UserError(
-            "layout=dspark: it is not written, since vLLM runs DSpark only with Triton, with which it was not tested: "
-            "set layout=dflash, which leaves out the Markov head"
+            f"layout=dspark: it is written for {', '.join(FEATURES[MARKOV])} alone, since vLLM runs DSpark only with "
+            "Triton, with which it was not tested: set layout=dflash, which leaves out the Markov head"
         )
     loads = [engine_named(engine).layout, *(name for name, serves in FEATURES.items() if engine in serves)]
     if layout not in loads:
@@ -275,9 +289,12 @@ def refuse_layout(engine: str, layout: str) -> None:
 def refuse_kind(engine: str, kind: str) -> None:
     """Raise UserError, which names the key, if a draft of this kind drafts all tokens in one pass and the engine serves
     no such drafts."""
-    if is_parallel(kind) and engine_named(engine).parallel is None:
-        able = ", ".join(name for name, row in ENGINES.items() if row.parallel)
-        raise UserError(f"engine={engine}: it does not load drafts of kind {kind}: set engine={able}")
+    engine_named(engine)
+    if is_parallel(kind):
+        blocks = [layout for layout in student_class(kind).features if layout in BLOCKS]
+        able = [name for name, row in ENGINES.items() if row.parallel or any(name in FEATURES[one] for one in blocks)]
+        if engine not in able:
+            raise UserError(f"engine={engine}: it does not load drafts of kind {kind}: set engine={' or '.join(able)}")
 
 
 def is_parallel(kind: str) -> bool:
@@ -349,17 +366,20 @@ def place(target: str) -> str:
     return str(folder.absolute()) if folder.is_dir() else target
 
 
-def drafting(engine: str, objective: str) -> str:
+def drafting(engine: str, objective: str, layout: str = "hf") -> str:
     """Return how an engine drafts, "sampled" or "greedy": as `objective` says if the engine can, otherwise the other
-    way. objective: "sampled" or "greedy", what the draft was trained for."""
+    way. objective: "sampled" or "greedy", what the draft was trained for. layout: of the exported draft."""
     drafts = engine_named(engine).drafts
+    if engine == "llamacpp" and layout in FEATURES:
+        drafts = drafts[:1]
     return objective if objective in drafts else drafts[0]
 
 
-def caveats(engine: str, objective: str) -> list[str]:
-    """Return remarks for users who serve a draft with this engine. objective: what the draft was trained for."""
+def caveats(engine: str, objective: str, layout: str = "hf") -> list[str]:
+    """Return remarks for users who serve a draft with this engine. objective: what the draft was trained for. layout:
+    of the exported draft."""
     note = engine_named(engine).note
-    if objective == drafting(engine, objective):
+    if objective == drafting(engine, objective, layout):
         return [note]
     return [
         note,

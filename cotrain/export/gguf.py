@@ -36,7 +36,7 @@ from cotrain.errors import UserError
 from cotrain.export.engines import GGUF_FILE
 from cotrain.export.fitting import resize
 from cotrain.export.hf import prepare_draft
-from cotrain.export.publishing import card
+from cotrain.export.publishing import card, fetched
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import REPORT
 from inference.drafts.gguf_target import SPLITS, WHOLE_WORDS, gguf_file
@@ -93,13 +93,12 @@ def export(
         remarks.append(f"TARGET.gguf is {target} in this format: llama.cpp's convert_hf_to_gguf.py writes it.")
     if dtype == "q8_0":
         remarks.append("The matrices are rounded to 8 bits (Q8_0), after the draft was measured.")
-    if name:
-        remarks.append(f"Fetch the file first: hf download {name} --local-dir {name.split('/')[-1]}")
+    path, fetch = fetched(name) if name else (str(Path(output).absolute()), list[str]())
+    remarks += fetch
     with new_folder(Path(output), replace=replace) as new:
         remarks += write_file(draft.model, draft.tokenizer if reader is None else reader, new / GGUF_FILE, dtype)
         if draft.report is not None:
             shutil.copy(Path(source) / REPORT, new / REPORT)
-        path = name.split("/")[-1] if name else str(Path(output).absolute())
         text = card(draft.metadata, ENGINE, path, draft.report, remarks, layout="gguf")
         (new / "README.md").write_text(text, encoding="utf-8")
     return Path(output)
@@ -114,20 +113,15 @@ def write_file(
     folder. dtype: how matrices are stored, a key of `TYPES`; None for the model's dtype. Raises UserError for a model
     or a tokenizer that cannot be written.
     """
-    config, dtype = model.config, dtype or str(model.dtype).removeprefix("torch.")
+    config = model.config
     refuse_shape(config)
-    if dtype not in TYPES:
-        raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
-    stored, file_type = TYPES[dtype]
+    stored, file_type = stored_as(dtype or str(model.dtype).removeprefix("torch."))
     architecture = ARCHITECTURES[config.model_type]
     writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
     writer.add_file_type(file_type)
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_sizes(writer, config)
-    if isinstance(words, GGUFReader):
-        remarks = _copy_tokenizer(writer, words)
-    else:
-        remarks = _add_tokenizer(writer, words, model)
+    remarks = add_words(writer, words, model)
     for tensor, values in tensors(model, architecture):
         packed, kind = pack_tensor(tensor, values, stored)
         writer.add_tensor(tensor, packed, raw_dtype=kind)
@@ -136,6 +130,13 @@ def write_file(
     writer.write_tensors_to_file()
     writer.close()
     return remarks
+
+
+def stored_as(dtype: str) -> tuple[GGMLQuantizationType, LlamaFileType]:
+    """Return how matrices are stored, and the type of such a file. dtype: a key of `TYPES`; UserError otherwise."""
+    if dtype not in TYPES:
+        raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
+    return TYPES[dtype]
 
 
 def refuse_shape(config: PretrainedConfig) -> None:
@@ -197,7 +198,7 @@ def tensors(model: PreTrainedModel, architecture: MODEL_ARCH) -> Iterator[tuple[
             values = permuted(values, config.num_attention_heads if ".attn_q." in name else config.num_key_value_heads)
         yield name, values.detach().float().cpu().numpy()
     if config.rope_parameters["rope_type"] == "llama3":
-        yield "rope_freqs.weight", _rope_factors(model)
+        yield "rope_freqs.weight", rope_factors(model.model.rotary_emb.inv_freq, config.rope_parameters["rope_theta"])
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
@@ -206,12 +207,12 @@ def permuted(weight: Tensor, heads: int) -> Tensor:
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
 
 
-def _rope_factors(model: Any) -> np.ndarray:
+def rope_factors(frequencies: Tensor, theta: float) -> np.ndarray:
     """Return the factors (head_dim / 2,) float32 for the file: llama.cpp divides the rotary frequencies of an unscaled
-    rope by them to get the model's frequencies."""
-    scaled = model.model.rotary_emb.inv_freq.float().cpu().numpy()
+    rope by them to get the model's `frequencies` (head_dim / 2,)."""
+    scaled = frequencies.float().cpu().numpy()
     powers = np.arange(len(scaled), dtype=np.float32) / len(scaled)
-    return np.asarray(model.config.rope_parameters["rope_theta"] ** -powers / scaled, dtype=np.float32)
+    return np.asarray(theta**-powers / scaled, dtype=np.float32)
 
 
 def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
@@ -259,8 +260,12 @@ def fit_vocabulary(
     return [f"Vocabulary padded from {size} to {len(theirs)} rows; mass on the new ones: {mass:.1e}."]
 
 
-def _copy_tokenizer(writer: GGUFWriter, other: GGUFReader) -> list[str]:
-    for name, field in other.fields.items():
+def add_words(writer: GGUFWriter, words: PreTrainedTokenizerBase | GGUFReader, model: PreTrainedModel) -> list[str]:
+    """Add a tokenizer, or that of another GGUF file, to the file that is being written, with a token for every row of
+    the model's embedding. Return remarks for the README."""
+    if not isinstance(words, GGUFReader):
+        return _add_tokenizer(writer, words, model)
+    for name, field in words.fields.items():
         if name.startswith("tokenizer."):
             inner = field.types[-1] if field.types[0] is GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=inner)

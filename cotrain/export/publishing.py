@@ -48,7 +48,7 @@ def card(
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     learnt = metadata.learnt_from
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
-    file = gguf_file(target) if layout == "gguf" else None
+    file = gguf_file(target) if engine == "llamacpp" else None
     served = place(resolve(target)) if file is None else str(file.absolute())
     command = launch(engine, draft_path, served, k, *drafting, layers)
     parts = [
@@ -58,7 +58,7 @@ def card(
         *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
         f"```sh\n{command}\n```",
-        "\n".join(f"- {line}" for line in caveats(engine, objective) + remarks),
+        "\n".join(f"- {line}" for line in caveats(engine, objective, layout) + remarks),
         "## Trained for",
         "\n".join(f"- {key}: {value}" for key, value in {"objective": objective, **metadata.regime}.items()),
     ]
@@ -74,6 +74,13 @@ def card(
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def fetched(repo: str) -> tuple[str, list[str]]:
+    """Return where llama.cpp's file lies after it was fetched from the hub, and a remark that says how to fetch it.
+    repo: user/name."""
+    folder = repo.split("/")[-1]
+    return folder, [f"Fetch the file first: hf download {repo} --local-dir {folder}"]
 
 
 class VllmCommand(NamedTuple):

@@ -35,7 +35,7 @@ class BlockStudent(EagleStudent):
     of tokens in one pass."""
 
     kind = "block"
-    features = ("dflash",)
+    features = ("dflash", "dspark")
     parallel = True
     network: BlockNetwork
 

@@ -41,13 +41,16 @@ def found(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
     yield from reported("engines", pytestconfig)
 
 
-def reported(name: str, config: pytest.Config) -> Iterator[dict[str, Any]]:
-    """An empty dict, written as NAME.json at the end with machine, date, commit and command."""
+def reported(name: str, config: pytest.Config, k: int = K) -> Iterator[dict[str, Any]]:
+    """An empty dict, written as NAME.json at the end with machine, date, commit and command, if it has figures of
+    cases. k: drafts a round."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     figures: dict[str, Any] = {}
     yield figures
+    if not any(isinstance(case, dict) for case in figures.values()):
+        return
     command = " ".join(["python -m pytest", *config.invocation_params.args])
     known = json.loads(json.dumps(figures), parse_constant=lambda name: None)  # JSON has no infinity
-    report = {"environment": environment() | {"command": command}, "k": K, "found": known}
+    report = {"environment": environment() | {"command": command}, "k": k, "found": known}
     for folder in (OUTPUT, *map(Path, filter(None, [os.environ.get(KEPT)]))):
         write_atomic(folder / f"{name}.json", json.dumps(report, indent=2) + "\n")

@@ -25,8 +25,6 @@ from cotrain.teacher.target_model import load_pair, served
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import load_draft, read
-from inference.exactness.figures import expected
-from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import check_text
 from inference.measure.arms import engine_arm
 from inference.measure.timing import interleave
@@ -35,7 +33,6 @@ from inference.proposers import NGram
 from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client
 from inference.servers.vllm_server import draft_model
-from studies.assisted import assisted_arm
 from tests.engines.conftest import CASES, OUTPUT, SIZE
 from tests.engines.drafts import K, draft_folder
 from tests.engines.servers import serving
@@ -183,26 +180,3 @@ def test_ngram_serves_the_targets_text(plain: dict[str, Any], found: dict[str, A
     found["ngram"] = figures
     print(f"\nvllm, ngram: {figures}")
     assert text.unexplained == 0 and counted.tau > 1
-
-
-def test_transformers_accepts_a_draft_as_here(plain: dict[str, Any], found: dict[str, Any]) -> None:
-    draft, _, _ = load_draft(draft_folder("four layers, sampled"))
-    for temperature in TEMPERATURES:
-        plan = in_regime(replace(plain["plan"], draft=draft, bench=resized(SIZE, prompts=24)), temperature)
-        prompts = plan.final(0, plan.bench.prompts)
-        arm = assisted_arm("assisted", plan.target, plan.sampling, SIZE.new_tokens, assistant=plan.running, k=K)
-        timing = interleave([arm], prompts, len(prompts), warmup=0)
-        texts, stats = timing.texts("assisted"), timing.stats("assisted")
-        engine = plan.engine(K, BATCH, proposer=plan.proposer())
-        figures = pair_figures(engine, plan.proposer(), texts, plan.sampling, SIZE.new_tokens, 0.0)
-        predicted = expected(figures, "token")
-        assert stats is not None and predicted is not None
-        tau = sum(map(len, texts.tokens)) / predicted.calls
-        found.setdefault("transformers", {})[f"temperature {temperature:g}"] = {
-            "served": stats.tau,
-            "predicted": tau,
-            "tokens": stats.tokens,
-            "tokens_per_second": timing.speed("assisted"),
-        }
-        print(f"\ntransformers, temperature {temperature:g}: tau {stats.tau:.3f}, predicted {tau:.3f}")
-        assert abs(stats.tau / tau - 1) < checked.TOLERANCE

@@ -158,7 +158,7 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
             length(draft, 4)
 
 
-def test_the_command_is_for_vllm_alone(
+def test_the_command_is_that_of_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (tiny(dtype=torch.float32), None))
@@ -189,7 +189,7 @@ def test_the_command_is_for_vllm_alone(
     for engine in ("sglang", "tensorrt_llm", "transformers"):
         with pytest.raises(UserError, match=f"layout=dflash: {engine} does not load it"):
             run(engine, "dflash")
-    with pytest.raises(UserError, match="layout=dspark: it is not written, since vLLM runs DSpark only with Triton"):
+    with pytest.raises(UserError, match="layout=dspark: it is written for llamacpp alone, since vLLM runs DSpark only"):
         refuse_layout("vllm", "dspark")
     assert '"greedy"' in launch("vllm", "d", "t", 3, "greedy", "dflash", "block")
 

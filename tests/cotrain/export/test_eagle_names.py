@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from cotrain.commands import export as commands
 from cotrain.config.groups import Model
 from cotrain.config.settings import ExportConfig
+from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import FEATURES, captured, launch
 from inference.drafts.draft_folder import Metadata, read, save
@@ -198,3 +199,17 @@ def test_a_folder_says_the_same_after_it_is_read(target: LlamaForCausalLM, tmp_p
     assert network.config.layers == EagleNetwork.from_pretrained(tmp_path / "again").config.layers == tuple(LAYERS)
     old = EagleConfig(eagle_config={IDS: LAYERS, "use_aux_hidden_state": True})
     assert old.layers == tuple(LAYERS) and old.eagle_config[IDS] == [1, 3, 4]
+
+
+def test_engines_that_add_the_features_refuse_normed_ones(target: LlamaForCausalLM, tmp_path: Path) -> None:
+    """SGLang and TensorRT-LLM read no norm_before_residual."""
+    metadata = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="eagle")
+    for normed in (True, False):
+        made = save(draft(target, LAYERS, norm_before_residual=normed), None, tmp_path / f"{normed}", metadata, None)
+        export(made, tmp_path / f"vllm {normed}", target=target)
+        for engine in ("sglang", "tensorrt_llm"):
+            if normed:
+                with pytest.raises(UserError, match=f"^engine={engine}: .*norm_before_residual is true"):
+                    export(made, tmp_path / engine, engine=engine, target=target)
+            else:
+                export(made, tmp_path / engine, engine=engine, target=target)

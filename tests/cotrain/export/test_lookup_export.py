@@ -58,8 +58,8 @@ REFUSED = {  # of each kind, by the engines that have a layout for features and 
 def test_no_kind_is_written_as_a_plain_draft_that_it_is_not(kind: str) -> None:
     for engine in ENGINES:
         able, other = (reason.format(kind=kind) for reason in REFUSED[kind])
-        reason = able if engine in ("vllm", "sglang", "tensorrt_llm") else other
-        if (kind, engine) == ("block", "vllm"):
+        reason = able if engine in ("vllm", "sglang", "tensorrt_llm", "llamacpp") else other
+        if kind == "block" and engine in ("vllm", "llamacpp"):
             reason = "layout=hf: feature drafts are written with layout=dflash"
         with pytest.raises(UserError, match=reason):
             layout_of(kind, engine)
@@ -80,4 +80,6 @@ def test_a_layout_that_is_not_named_is_one_that_the_kind_has() -> None:
         assert usual_layout("eagle", engine) == usual_layout("p_eagle", engine) == "eagle3"
         assert usual_layout("independent", engine) == usual_layout("parallel", engine) == "hf"
     assert usual_layout("block", "vllm") == "dflash" and usual_layout("retrieval", "vllm") == "hf"
-    assert usual_layout("eagle", "llamacpp") == "gguf"  # which refuses the kind
+    assert usual_layout("eagle", "llamacpp") == "eagle3" and usual_layout("eagle", "transformers") == "hf"
+    for markov, layout in ((False, "dflash"), (True, "dspark")):
+        assert usual_layout("block", "llamacpp", markov) == layout and usual_layout("block", "vllm", markov) == "dflash"
