@@ -67,7 +67,8 @@ def drawn(report: dict[str, Any]) -> str:
     texts.append(f'<text x="{LEFT}" y="{height - 8}" xml:space="preserve">{spans}</text>')
     width = round(WIDTH * CHARACTER + 2 * LEFT)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(said)}">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{escape(said)}">'
         f'<style>{STYLE}</style><rect class="page" width="{width}" height="{height}" rx="6"/>{"".join(texts)}</svg>\n'
     )
 
