@@ -1,8 +1,9 @@
 """What `cotrain audit` sees: faults of speculative decoding planted in this engine, and runs without one.
 
-    python -m studies.audit outputs/results/audit.json [--tokens 20000] [--clean 50]
+    cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=200 measure=false output=outputs/audited
+    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50]
 
-The bundled target at temperature .7 with an independent draft of two of its layers, three drafts a round, in texts of
+The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
 ... of the tokens. Clean runs have other seeds; of four, one decodes in bfloat16, one without a draft, one with eight
 rows instead of 32.
@@ -21,10 +22,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from cotrain.config.settings import register
+from cotrain.commands.served_pair import load_network, measurable_folder
 from cotrain.data.corpora import shipped_ids
 from cotrain.teacher.target_model import load_pair
-from cotrain.training.assembly import initial
 from cotrain.training.preconditions import ids_of
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
@@ -38,9 +38,8 @@ from inference.sampling import noise
 from inference.sampling.noise import Uniforms, row_ids
 from inference.verify import chain
 from inference.verify.rules import RULES, Rule
-from studies.training_rates import config
 
-K, ROWS, NEW, REGIME = 3, 32, 128, Sampling(0.7)
+K, ROWS, NEW, REGIME = 4, 32, 128, Sampling(0.7)
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 
@@ -110,11 +109,10 @@ FAULTS: dict[str, tuple[Rule, Callable[[], AbstractContextManager[Any]], Samplin
 
 
 class Runs:
-    def __init__(self, tokens: int) -> None:
-        register()
+    def __init__(self, tokens: int, draft: Path) -> None:
         self.target, self.tokenizer = load_pair("bundled")
         self.target.float()
-        self.network = initial(config(["draft=independent", "init.layers=[0,-1]"]), self.target).eval()
+        self.network = load_network(measurable_folder(str(draft)), self.target, self.tokenizer).float().eval()
         self.vocabulary, (_, self.prompts) = ids_of(self.tokenizer), shipped_ids(self.tokenizer, 32)
         self.texts = -(-tokens // NEW)
         self.draft = LM(self.network, 1, self.vocabulary)
@@ -146,8 +144,20 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
         prompts, texts = runs.sampled(rule, 1)
     served = runs.served(prompts, texts, regime, True)
     audits = [judged(served, prompts, texts, share) for share in SHARES]
+    moved, count = 0.0, 0  # of the probability that goes to tokens that the draft favours
+    for _, one in served:
+        if one.q is not None:
+            likelier = one.q > one.p
+            moved += float(likelier.gather(-1, one.x.unsqueeze(-1)).sum() - (one.p * likelier).sum())
+            count += len(one.x)
     seen = next((one.tokens for one in audits if not one.passed), None)
-    return {"seen_after": seen, "by": audits[-1].wrong, "tokens": audits[-1].tokens, "scores": audits[-1].scores}
+    return {
+        "seen_after": seen,
+        "by": audits[-1].wrong,
+        "tokens": audits[-1].tokens,
+        "to_favoured": moved / max(count, 1),
+        "scores": audits[-1].scores,
+    }
 
 
 def clean(runs: Runs, number: int) -> dict[str, Any]:
@@ -159,7 +169,7 @@ def clean(runs: Runs, number: int) -> dict[str, Any]:
 
 
 def steps(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    runs = Runs(asked.tokens)
+    runs = Runs(asked.tokens, asked.draft)
     for name in FAULTS:
         yield "faults", name, fault(runs, name)
     for number in range(asked.clean):
@@ -169,11 +179,14 @@ def steps(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m studies.audit")
     parser.add_argument("out", type=Path)
+    parser.add_argument("draft", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--clean", type=int, default=50)
     asked = parser.parse_args()
     report: dict[str, Any] = {"environment": environment(), "tokens": asked.tokens, "faults": {}, "clean": {}}
-    report["command"] = f"python -m studies.audit {asked.out} --tokens {asked.tokens} --clean {asked.clean}"
+    report["command"] = (
+        f"python -m studies.audit {asked.out} {asked.draft} --tokens {asked.tokens} --clean {asked.clean}"
+    )
     for group, name, found in steps(asked):
         report[group][name] = found
         write_atomic(asked.out, json.dumps(report, indent=1) + "\n")

@@ -8,6 +8,7 @@ likelihood  the sum of -log p(x) - H(p) has mean 0 and a known variance: sharper
 ranks       sum_{v before x} p_v + u p_x, with a uniform u, is uniform and independent from token to token. `before` is
             an order of the vocabulary: by p (likelier or less likely tokens are favoured), by q / p (drafts are
             favoured: refused drafts kept, residuals without the subtraction), or by id
+favoured    with a draft: how many tokens have q > p, of which lenient tests keep too many
 pairs       the product of successive ranks, centred: random numbers are reused
 equal       texts of one prompt part by chance, at each token with probability 1 - sum p^2: seeds are reused
 
@@ -172,6 +173,7 @@ class _Tally:
         self.generator = torch.Generator().manual_seed(seed)
         self.sums = torch.zeros(3, dtype=torch.float64)  # surprise - entropy, its variance; tokens of some spread
         self.equal = torch.zeros(2, dtype=torch.float64)  # equal tokens less those expected, and the variance
+        self.favoured = torch.zeros(2, dtype=torch.float64)  # tokens with q > p less those expected, and the variance
         self.ranks: dict[str, list[Tensor]] = {}  # by order, (n,) of each text
         self.tokens, self.impossible, self.greedy = 0, 0, False
 
@@ -198,6 +200,10 @@ class _Tally:
         if one.by_id:
             orders["by id"] = torch.arange(p.shape[-1], device=p.device).expand_as(p)
         if one.q is not None:
+            likelier = one.q > p
+            share = (p * likelier).sum(-1, dtype=torch.float64)
+            difference = likelier.gather(-1, x.unsqueeze(-1)).sum() - share.sum()
+            self.favoured += torch.stack([difference, (share * (1 - share)).sum()]).cpu()
             orders["by q / p"] = one.q / p.clamp(min=torch.finfo(p.dtype).tiny)
         for name, order in orders.items():
             u = torch.rand(len(x), generator=self.generator, dtype=torch.float64).to(p.device)
@@ -224,9 +230,10 @@ class _Tally:
                 # pairs share ranks: of their statistic, that of the ranks alone is no part (Good 1953)
                 statistic = pearson(pairs) - pearson(pairs.view(CELLS, CELLS).sum(1))
                 scores[f"pairs {name}, {CELLS * CELLS} cells"] = standard(statistic, CELLS * (CELLS - 1))
-        more, spread = self.equal.tolist()
-        if spread > 0:
-            scores["equal prompts"] = more / math.sqrt(spread)
+        for name, sums in (("equal prompts", self.equal), ("favoured by the draft", self.favoured)):
+            more, spread = sums.tolist()
+            if spread > 0:
+                scores[name] = more / math.sqrt(spread)
         normal = NormalDist()
         limit = SPREAD * normal.inv_cdf(1 - LEVEL / (2 * max(len(scores), 1)))
         seen = limit + normal.inv_cdf(SURE)

@@ -47,6 +47,7 @@ def test_scores_of_the_targets_own_texts_are_standard() -> None:
         ({"sharpness": 1.15}, "likelihood"),
         ({"sharpness": 0.85}, "ranks by p, mean"),
         ({"keep": 0.2}, "ranks by q / p, mean"),
+        ({"keep": 0.2}, "favoured by the draft"),
     ],
 )
 def test_other_distributions_are_seen_by_their_score(how: dict[str, float], score: str) -> None:
