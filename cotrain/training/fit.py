@@ -278,7 +278,13 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
         print(read.estimate(len(sampled), sampled.ids.shape[1] * (1 + len(job.reads)) * states))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
-        module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done), source=sampled.source)
+        module.teacher.fill(
+            sampled.ids.long(),
+            keys,
+            progress=lambda done, _: display.to(done),
+            source=sampled.source,
+            length=sampled.length,
+        )
 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:
