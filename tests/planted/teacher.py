@@ -60,4 +60,5 @@ ROWS_OF_BUGS = [
     ('a_process_samples_alone', 'cotrain/training/job.py', 'sampled_texts', 'and cfg.shards_target:', 'and False:', [SPREAD + 'test_processes_that_share_a_target_do_not_sample'], 'one process waits for ever'),
     ('parts_stay_gathered', 'cotrain/training/distributed.py', 'sharded_target', 'fully_shard(layer, mesh=mesh)', 'fully_shard(layer, mesh=mesh, reshard_after_forward=False)', [SPREAD + 'test_each_of_two_processes_has_half_of_the_layers'], 'after a pass each process has the whole target'),
     ('memory_of_one_device', 'cotrain/training/preflight.py', '_memory', 'cfg.target.device_map is None or', 'True or', ['tests/cotrain/commands/test_train.py::test_memory_of_a_target_on_several_devices_is_theirs_together'], 'a target that fits on two GPUs is refused'),
+    ('the_first_process_checks_alone', 'cotrain/commands/train.py', 'run', 'sources = _checked(cfg).sources', 'sources = None', ['tests/cotrain/training/test_ddp.py::test_each_process_does_the_checks_before_it_waits_for_the_first'], 'after an error in a setting the launcher waits thirty seconds for the others'),
 ]
