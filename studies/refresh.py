@@ -1,6 +1,6 @@
 """How far the acceptance of a draft falls when its target is tuned, and what a short refresh gives back.
 
-    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240 720] [--old-steps 720] [--tuning 120]
+    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240] [--old-steps 240] [--tuning 60]
 
 The target is the bundled one, with and without a LoRA adapter that is tuned here on pages of Python's documentation as
 `pydoc` prints them, a layout that the target has not seen. All drafts are independent ones of the shape of two of the
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,16 @@ from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import METADATA
 from inference.measure.environment import environment
 
-LENGTH, BATCH = 256, 8  # tokens and texts of a tuning step
+LENGTH, BATCH = 256, 4  # tokens and texts of a tuning step
 PAGE = 4_000  # characters of a text
+AT_ONCE = 3  # trainings
 STARTS = {
     "pretrained": [],
     "target_layers": ["init.layers=[0,-1]"],
     "scratch": ["draft.width=256", "draft.layers=2", "draft.intermediate=768"],
 }
-SETTINGS = """data.chat=false trainer.corpus_steps=0 measure=false trainer.validations=1 rollout.texts=480
-rollout.held_out_texts=64 rollout.prompt_tokens=48 rollout.new_tokens=96 rollout.temperatures=[1.0]""".split()
+SETTINGS = """data.chat=false trainer.corpus_steps=0 measure=false trainer.validations=1 rollout.texts=192
+rollout.held_out_texts=48 rollout.prompt_tokens=48 rollout.new_tokens=96 rollout.temperatures=[1.0]""".split()
 
 
 def pages() -> list[str]:
@@ -55,7 +57,7 @@ def pages() -> list[str]:
         if name in ("antigravity", "this", "idlelib", "turtledemo", "lib2to3"):
             continue
         try:
-            page = pydoc.render_doc(name, renderer=pydoc.plaintext)
+            page = pydoc.plain(pydoc.render_doc(name))
         except (ImportError, pydoc.ErrorDuringImport):  # of another system
             continue
         texts += [page[at : at + PAGE] for at in range(0, len(page) - PAGE // 4, PAGE)]
@@ -81,7 +83,7 @@ def tuned(folder: Path, texts: list[str], steps: int) -> None:
     target, tokenizer = load_pair("bundled", dtype="float32")
     rows = rows_of(tokenizer, texts)
     rows = rows[torch.randperm(len(rows))]
-    test, train = rows[:32], rows[32:]
+    test, train = rows[:16], rows[16:]
     before, began = nats(target, test), time.perf_counter()
     model: Any = get_peft_model(target.train(), LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
     learnt = [weight for weight in model.parameters() if weight.requires_grad]
@@ -125,9 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240, 720])
-    parser.add_argument("--old-steps", type=int, default=720)
-    parser.add_argument("--tuning", type=int, default=120)
+    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240])
+    parser.add_argument("--old-steps", type=int, default=240)
+    parser.add_argument("--tuning", type=int, default=60)
     given = parser.parse_args()
     work, texts = given.work.resolve(), pages()
     work.mkdir(parents=True, exist_ok=True)
@@ -140,14 +142,20 @@ def main() -> None:
         shutil.rmtree(adapter, ignore_errors=True)
         tuned(adapter, texts[1::2], given.tuning)
     runs = {}
-    for steps in given.steps:
-        for start in STARTS:
-            words = [f"data.path={data}", f"init={start}", *STARTS[start], f"trainer.steps={steps}"]
-            words += [f"target.adapter={adapter}", *[f"draft.path={old}/draft"] * (start == "pretrained")]
+    names = [(start, steps) for steps in given.steps for start in STARTS]
+
+    def go(name: tuple[str, int]) -> float:
+        start, steps = name
+        words = [f"data.path={data}", f"init={start}", *STARTS[start], f"trainer.steps={steps}"]
+        words += [f"target.adapter={adapter}", *[f"draft.path={old}/draft"] * (start == "pretrained")]
+        return trained(work / f"{start}_{steps}", [*words, f"rollout.folder={work}/texts_tuned"])
+
+    go(names[0])  # it samples the texts
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for (start, steps), spent in zip(names, pool.map(go, names), strict=True):
             label = f"{start} {steps}"
-            folder = work / label.replace(" ", "_")
-            seconds[label] = trained(folder, [*words, f"rollout.folder={work}/texts_tuned"])
-            runs[label] = [run_of(label, folder / FIGURES)]
+            seconds[label] = spent
+            runs[label] = [run_of(label, work / f"{start}_{steps}" / FIGURES)]
     first = work / f"pretrained_{given.steps[0]}" / START
     gains = compare({"not refreshed": [run_of("not refreshed", first)]} | runs, "not refreshed")
     before = json.loads((old / FIGURES).read_text())["texts"]["1"]
