@@ -40,7 +40,7 @@ from inference.measure.environment import environment
 
 LENGTH, BATCH = 256, 4  # tokens and texts of a tuning step
 PAGE = 4_000  # characters of a text
-AT_ONCE = 3  # trainings
+AT_ONCE = 6  # trainings
 STARTS = {
     "pretrained": [],
     "target_layers": ["init.layers=[0,-1]"],
