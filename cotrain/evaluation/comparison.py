@@ -167,7 +167,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
 
 
-def recorded(draft: Path) -> dict[str, float]:
+def own_acceptance(draft: Path) -> dict[str, float]:
     """Return a draft's acceptance on held-out texts of the target that it was trained for, keyed by temperature (`1`),
     as its report has it or, if it was not measured, its run. Return {} if there is no such file. draft: its folder."""
     if (draft / REPORT).is_file():
@@ -181,7 +181,7 @@ def recorded(draft: Path) -> dict[str, float]:
 
 def at_start(before: RunFigures, record: Mapping[str, float]) -> list[str]:
     """Return a line for the user for each temperature: the acceptance of a draft with which a training begins. before:
-    its figures, from `per_text`. record: of the draft, from `recorded`."""
+    its figures, from `per_text`. record: of the draft, from `own_acceptance`."""
     return [
         f"at the start, T={temperature}: acceptance {one['alpha']:.3f}{_beside(record, temperature)}"
         for temperature, one in before.items()
@@ -196,7 +196,7 @@ def _beside(record: Mapping[str, float], temperature: str) -> str:
 def since_start(before: RunFigures, after: RunFigures, record: Mapping[str, float]) -> list[str]:
     """Return a line for the user for each temperature: how far a training has moved a draft that it began with. before,
     after: the figures of its start and of its end, from `per_text`, on the same texts. record: of the draft, from
-    `recorded`."""
+    `own_acceptance`."""
     gains = [_gain("end", [{"texts": after}], [{"texts": before}], temperature, DEPTHS[0]) for temperature in after]
     return [
         f"since the start, T={gain.temperature}: acceptance {before[gain.temperature]['alpha']:.3f} -> "

@@ -23,7 +23,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
-from cotrain.evaluation.comparison import at_start, per_text, recorded
+from cotrain.evaluation.comparison import at_start, own_acceptance, per_text
 from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Own
 from cotrain.teacher.states_cache import DiskCache
@@ -181,7 +181,7 @@ def _judge_start(job: Job, module: Distillation, trainer: lightning.Trainer) -> 
     if job.cfg.init.kind == "pretrained" and not rank():
         start = per_text(module.scores(), module.held_out)
         write_atomic(job.folder / START, json.dumps(start))
-        print(*at_start(start, recorded(Path(str(job.cfg.draft.path)))), sep="\n")
+        print(*at_start(start, own_acceptance(Path(str(job.cfg.draft.path)))), sep="\n")
 
 
 def _ended(

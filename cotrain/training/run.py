@@ -113,7 +113,7 @@ def finish(
     texts = comparison.per_text(module.scores(), module.held_out)
     results.keep_figures(job, steps, {"tau": tau(), "texts": texts})
     if (start := job.folder / START).is_file():
-        record = comparison.recorded(Path(str(job.cfg.draft.path)))
+        record = comparison.own_acceptance(Path(str(job.cfg.draft.path)))
         print(*comparison.since_start(read_json(start), texts, record), sep="\n")
     if speed:
         choose_best(job, module, speed)

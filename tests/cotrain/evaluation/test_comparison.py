@@ -12,7 +12,15 @@ from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison
-from cotrain.evaluation.comparison import FIGURES, at_start, compare, gains_table, read_runs, recorded, since_start
+from cotrain.evaluation.comparison import (
+    FIGURES,
+    at_start,
+    compare,
+    gains_table,
+    own_acceptance,
+    read_runs,
+    since_start,
+)
 
 LENGTHS = [40] * 30
 
@@ -262,9 +270,9 @@ def test_a_drafts_record_is_its_report_or_else_that_of_its_run(tmp_path: Path) -
     """The report is of the exported checkpoint, the run's figures of the last one."""
     draft = tmp_path / "draft"
     draft.mkdir()
-    assert recorded(draft) == {}
+    assert own_acceptance(draft) == {}
     (tmp_path / FIGURES).write_text(json.dumps({"texts": {"0.7": {"alpha": 0.25}}}))
-    assert recorded(draft) == {"0.7": 0.25}
+    assert own_acceptance(draft) == {"0.7": 0.25}
     held = {"alpha_T0.7/all": 0.5, "alpha_T1/all": 0.75, "alpha_T1/code": 0.1, "alpha_greedy_draft_T1/all": 0.2}
     (draft / "report.json").write_text(json.dumps({"extra": {"held_out": held}}))
-    assert recorded(draft) == {"0.7": 0.5, "1": 0.75}
+    assert own_acceptance(draft) == {"0.7": 0.5, "1": 0.75}
