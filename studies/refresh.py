@@ -41,6 +41,7 @@ from inference.measure.environment import environment
 LENGTH, BATCH = 256, 4  # tokens and texts of a tuning step
 PAGE = 4_000  # characters of a text
 AT_ONCE = 6  # trainings
+TUNED = "tuning.json"  # the figures of the tuning, in the adapter's folder
 STARTS = {
     "pretrained": [],
     "target_layers": ["init.layers=[0,-1]"],
@@ -104,7 +105,7 @@ def tuned(folder: Path, texts: list[str], steps: int) -> None:
         "nats": [before, nats(model.eval(), test)],
     }
     model.save_pretrained(folder)
-    write_atomic(folder / "tuning.json", json.dumps(figures) + "\n")
+    write_atomic(folder / TUNED, json.dumps(figures) + "\n")
 
 
 def trained(folder: Path, words: list[str]) -> float:
@@ -131,14 +132,15 @@ def main() -> None:
     parser.add_argument("--old-steps", type=int, default=240)
     parser.add_argument("--tuning", type=int, default=60)
     given = parser.parse_args()
-    work, texts = given.work.resolve(), pages()
+    work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     adapter, data, old = work / "adapter", work / "pages.jsonl", work / "old"
-    # odd pages are tuned on, even ones are continued by both targets
-    data.write_text("".join(json.dumps({"text": text, "domain": "pydoc"}) + "\n" for text in texts[::2]))
+    texts = [] if (adapter / TUNED).is_file() else pages()
+    if texts:  # odd pages are tuned on, even ones are continued by both targets
+        data.write_text("".join(json.dumps({"text": text, "domain": "pydoc"}) + "\n" for text in texts[::2]))
     words = [f"data.path={data}", *STARTS["target_layers"], f"trainer.steps={given.old_steps}"]
     seconds = {"old": trained(old, [*words, f"rollout.folder={work}/texts"])}
-    if not (adapter / "tuning.json").is_file():
+    if texts:
         shutil.rmtree(adapter, ignore_errors=True)
         tuned(adapter, texts[1::2], given.tuning)
     runs = {}
@@ -164,7 +166,7 @@ def main() -> None:
         "command": f"python -m studies.refresh {' '.join(sys.argv[1:])}",
         "settings": STARTS | {"all": SETTINGS},
         "old_steps": given.old_steps,
-        "tuning": json.loads((adapter / "tuning.json").read_text()),
+        "tuning": json.loads((adapter / TUNED).read_text()),
         "seconds": seconds,
         "old_target": {"alpha": before["alpha"], "tau": sum(before["lengths"]) / sum(before["calls"]["4"])},
         "tuned_target": [asdict(gain) for gain in gains if gain.k == 4],
