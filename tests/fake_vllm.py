@@ -20,15 +20,19 @@ from inference.models.pretrained import layers_of, tapped
 
 class FakeVLLM:
     """What the server does. layers: whose states it writes below `folder`. faults: one for each of the next requests of
-    states, see `answer`; None: it answers as it should. asked: the texts of requests so far."""
+    states, see `answer`; None: it answers as it should. asked: the texts of requests so far. requests: their bodies."""
 
     def __init__(self, model: PreTrainedModel, folder: Path, layers: Sequence[int]) -> None:
         self.model, self.layers = model, list(layers)
         self.folder = folder / ("layers_" + "_".join(map(str, layers)))
         self.faults: list[str | None] = []
         self.asked: list[list[int]] = []
+        self.requests: list[dict[str, Any]] = []
+        self.says: int | None = None  # the id that it continues all texts with; None: the likeliest
+        self.dtype = torch.float32  # of the states in its files
         self.numbers, self.lock, self.url = count(), threading.Lock(), ""
-        self.rounds = self.accepted = 0  # of a draft, two drafts a round; a server without one shows none
+        # of a draft, two drafts a round; a server without one shows none. It has served others before.
+        self.rounds, self.accepted, self.by_depth = 7, 3, [3, 0]
         self.drafts = False
         self.sampled = 0  # requests of texts
         self.pause = 0.0  # seconds for each new token
@@ -42,16 +46,21 @@ class FakeVLLM:
         with self.lock:
             fault = self.faults.pop(0) if self.faults and request["max_tokens"] == 1 else None
             self.asked.append(ids)
+            self.requests.append(request)
             self.sampled += request["max_tokens"] > 1
             new, generator = list[int](), torch.Generator().manual_seed(request.get("seed", 0))
             for _ in range(request["max_tokens"]):
                 after = self.model(torch.tensor([ids + new])).logits[0, -1]
-                if temperature := request.get("temperature", 0) * self.heat:
+                if self.says is not None:
+                    new.append(self.says)
+                elif temperature := request.get("temperature", 0) * self.heat:
                     new.append(int((after / temperature).softmax(-1).multinomial(1, generator=generator)))
                 else:
                     new.append(int(after.argmax()))
                 time.sleep(self.pause)
-            self.rounds, self.accepted = self.rounds + len(new) // 2, self.accepted + len(new) - len(new) // 2
+            rounds, accepted = len(new) // 2, len(new) - len(new) // 2
+            self.rounds, self.accepted = self.rounds + rounds, self.accepted + accepted
+            self.by_depth = [self.by_depth[0] + min(rounds, accepted), self.by_depth[1] + max(accepted - rounds, 0)]
             last = layers_of(self.model.config)
             normed: list[torch.Tensor] = []
             hook = self.model.base_model.norm.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0][0]))
@@ -60,13 +69,18 @@ class FakeVLLM:
             hook.remove()
         if fault == "hangs":
             time.sleep(1)
+        if fault == "closes":
+            return 0, {}
         if fault == "unwell":
             return 503, {"error": "the engine has died"}
         if fault == "rejected":
             return 400, {"error": "the prompt is too long"}
         path = self.folder / f"{next(self.numbers)}.safetensors"
         held = torch.stack([normed[0] if layer == last else states[layer][0] for layer in self.layers], 1)
-        written = {"token_ids": torch.tensor(ids[::-1] if fault == "other text" else ids), "hidden_states": held}
+        written = {
+            "token_ids": torch.tensor(ids[::-1] if fault == "other text" else ids),
+            "hidden_states": held.to(self.dtype),
+        }
         if fault == "cut":
             written["hidden_states"] = held[:-1]
         if fault == "NaN":
@@ -101,12 +115,13 @@ def running(fake: FakeVLLM) -> Iterator[FakeVLLM]:
                 self._send(200, {"data": [{"id": "target", "owned_by": "vllm"}]})
                 return
             counted = {
-                "num_drafts": fake.rounds,
-                "num_draft_tokens": 2 * fake.rounds,
-                "num_accepted_tokens": fake.accepted,
+                "num_drafts_total": fake.rounds,
+                "num_draft_tokens_total": 2 * fake.rounds,
+                "num_accepted_tokens_total": fake.accepted,
             }
-            page = "".join(f"vllm:spec_decode_{name}_total {value}\n" for name, value in counted.items() if fake.drafts)
-            self._write(200, page.encode())
+            counted |= {f'num_accepted_tokens_per_pos_total{{position="{i}"}}': n for i, n in enumerate(fake.by_depth)}
+            lines = (f"vllm:spec_decode_{name} {value}\n" for name, value in counted.items() if fake.drafts)
+            self._write(200, "".join(lines).encode())
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -116,6 +131,8 @@ def running(fake: FakeVLLM) -> Iterator[FakeVLLM]:
             self._write(status, json.dumps(body).encode())
 
         def _write(self, status: int, data: bytes) -> None:
+            if not status:  # the connection is closed without an answer
+                return
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -3,7 +3,9 @@
 import json
 import math
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resu
 from cotrain.training import joint
 from cotrain.training.deadline import Deadline
 from cotrain.training.overfit import overfit
-from cotrain.training.preconditions import require
+from cotrain.training.preconditions import RunOutline, require
 from cotrain.training.preflight import check_resources
 from cotrain.training.run import train
 from inference.drafts.compatibility import hash_weights
@@ -60,15 +62,16 @@ def run(cfg: TrainConfig) -> float | None:
     deadline, work = Deadline(cfg.minutes, time.monotonic()), joint.joint if cfg.mode == "joint" else train
     if rank():  # the first process locks and marks the folder
         if cfg.overwrite or not finished(cfg.output) or _damage(cfg):
-            work(cfg, Path(cfg.output), deadline)
+            # it stops where the first one does: in a collective it would wait for it, deaf to the launcher's signals
+            with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                sources = _checked(cfg).sources
+            work(cfg, Path(cfg.output), deadline, sources)
         return None
     kinds = partial(change, rounds=cfg.rollout.rounds, draft=type(cfg.draft))
     state = refuse_folder(cfg.output, cfg.overwrite, settings, kinds)
     damage = _damage(cfg) if state == "finished" else ""
     done = state == "finished" and not damage and not cfg.check
-    known = None if done else require(cfg)  # fails before `claim` moves a run
-    if cfg.mode == "joint" and known:
-        joint.refuse_joint(cfg, known)
+    known = None if done else _checked(cfg)  # fails before `claim` moves a run
     if cfg.check and known:
         print("\n".join(check_resources(cfg, known)))
         return None
@@ -96,6 +99,13 @@ def run(cfg: TrainConfig) -> float | None:
         print(f"draft: {draft} (last step, not measured): to measure it, {how}")
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+
+
+def _checked(cfg: TrainConfig) -> RunOutline:
+    known = require(cfg)
+    if cfg.mode == "joint":
+        joint.refuse_joint(cfg, known)
+    return known
 
 
 def _damage(cfg: TrainConfig) -> str:

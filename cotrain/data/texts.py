@@ -76,7 +76,7 @@ class Texts:
     def rows(self, chosen: Sequence[int]) -> Self:
         """Return the texts with the indices `chosen`, in this order."""
         at = torch.tensor(chosen, dtype=torch.int64)
-        ids, places, source = self.read(at)
+        ids, places, source, _ = self.read(at)
         temperature = self.temperature.expand(len(self))[at]
         return replace(
             self,
@@ -100,11 +100,11 @@ class Texts:
         """Return one hash per text, of the token ids of its prompt."""
         return list(map(_hash, self.prompts))
 
-    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return a model's inputs for the texts with the indices `rows` (n,): ids (n, T), position_ids (n, T) and
-        source (n, S). The last two are None if the texts have none."""
+    def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Return the inputs of a `Reader` for the texts with the indices `rows` (n,): ids (n, T), position_ids (n, T)
+        and source (n, S), which are None if the texts have none, and length (n,)."""
         places, source = (None if part is None else part[rows] for part in (self.position_ids, self.source))
-        return self.ids[rows], places, source
+        return self.ids[rows], places, source, self.length[rows]
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -185,8 +185,8 @@ class Learnt(Dataset[dict[str, Tensor]]):
     """A data set of texts for training. first: the key (number) of the first text; the keys of the others follow.
 
     A batch is a dictionary with ids (B, T); predicted (B, T-1) bool, whether the loss counts token t+1; sampled (B,
-    T-1) bool, whether the target sampled token t+1; temperature (B,); and key (B,). It also has position_ids (B, T) if
-    texts are packed, and source (B, S) if the target has an encoder.
+    T-1) bool, whether the target sampled token t+1; temperature (B,); length (B,); and key (B,). It also has
+    position_ids (B, T) if texts are packed, and source (B, S) if the target has an encoder.
     """
 
     def __init__(self, texts: Texts, first: int = 0) -> None:
@@ -198,7 +198,7 @@ class Learnt(Dataset[dict[str, Tensor]]):
         return len(self.texts)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids, places, source = self.texts.read(torch.tensor(index))
+        ids, places, source, length = self.texts.read(torch.tensor(index))
         packed = {} if places is None else {"position_ids": places.long()}
         packed |= {} if source is None else {"source": source}
         return {
@@ -207,6 +207,7 @@ class Learnt(Dataset[dict[str, Tensor]]):
             "sampled": self.sampled[index],
             "key": torch.tensor(self.first + index),
             "temperature": self.temperature[index],
+            "length": length,
         } | packed
 
 

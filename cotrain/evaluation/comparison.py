@@ -1,6 +1,7 @@
 """Compares runs on the same held-out texts: the tau of each run, and confidence intervals of paired differences."""
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from cotrain.config.settings import flat
 from cotrain.errors import UserError
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.run_folder import MARKER, read_marker, refuse_unfinished
+from inference.drafts.draft_folder import REPORT
 from inference.drafts.weight_files import read_json
 
 FIGURES = "held_out.json"
+RECORDED = re.compile(r"alpha_T([^/]+)/all")  # in reports, see `Distillation.acceptance`
 DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
@@ -164,14 +167,42 @@ def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
     return sorted(gains, key=lambda gain: (gain.temperature, gain.k, -gain.tau))
 
 
-def since_start(before: RunFigures, after: RunFigures) -> list[str]:
+def own_acceptance(draft: Path) -> dict[str, float]:
+    """Return a draft's acceptance on held-out texts of the target that it was trained for, keyed by temperature (`1`),
+    as its report has it or, if it was not measured, its run. Return {} if there is no such file. draft: its folder."""
+    if (draft / REPORT).is_file():
+        held: dict[str, float] = (read_json(draft / REPORT).get("extra") or {}).get("held_out") or {}
+        named = {RECORDED.fullmatch(name): value for name, value in held.items()}
+        return {match[1]: value for match, value in named.items() if match}
+    if not (draft.parent / FIGURES).is_file():
+        return {}
+    return {temperature: one["alpha"] for temperature, one in read_json(draft.parent / FIGURES)["texts"].items()}
+
+
+def at_start(before: RunFigures, record: Mapping[str, float]) -> list[str]:
+    """Return a line for the user for each temperature: the acceptance of a draft with which a training begins. before:
+    its figures, from `per_text`. record: of the draft, from `own_acceptance`."""
+    return [
+        f"at the start, T={temperature}: acceptance {one['alpha']:.3f}{_beside(record, temperature)}"
+        for temperature, one in before.items()
+    ]
+
+
+def _beside(record: Mapping[str, float], temperature: str) -> str:
+    known = temperature in record
+    return f" ({record[temperature]:.3f} on texts of the target that the draft was trained for)" if known else ""
+
+
+def since_start(before: RunFigures, after: RunFigures, record: Mapping[str, float]) -> list[str]:
     """Return a line for the user for each temperature: how far a training has moved a draft that it began with. before,
-    after: the figures of its start and of its end, from `per_text`, on the same texts."""
+    after: the figures of its start and of its end, from `per_text`, on the same texts. record: of the draft, from
+    `own_acceptance`."""
     gains = [_gain("end", [{"texts": after}], [{"texts": before}], temperature, DEPTHS[0]) for temperature in after]
     return [
         f"since the start, T={gain.temperature}: acceptance {before[gain.temperature]['alpha']:.3f} -> "
-        f"{gain.alpha:.3f}, tau at k={gain.k} {gain.tau / (1 + gain.gain):.2f} -> {gain.tau:.2f}, {gain.gain:+.1%} "
-        f"[{gain.low:+.1%}, {gain.high:+.1%}] on {gain.texts} texts"
+        f"{gain.alpha:.3f}{_beside(record, gain.temperature)}, tau at k={gain.k} "
+        f"{gain.tau / (1 + gain.gain):.2f} -> {gain.tau:.2f}, {gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}] "
+        f"on {gain.texts} texts"
         for gain in gains
     ]
 

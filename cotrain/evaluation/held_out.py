@@ -158,7 +158,7 @@ def guessed(held: HeldOut, rows: Tensor, student: Student) -> tuple[list[Guess],
     """Return a student's guesses on some texts, and the target's states (n, T, D) for these texts, by layer, on the
     student's device. rows (n,): indices of the texts."""
     device = student.network.device
-    names = "ids", "position_ids", "source"
+    names = "ids", "position_ids", "source", "length"
     batch = {name: value for name, value in zip(names, held.texts.read(rows), strict=True) if value is not None}
     batch["temperature"] = torch.full((len(rows),), held.temperature)
     record = held.at(rows, device)

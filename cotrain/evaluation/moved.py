@@ -63,7 +63,7 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
     per pass."""
     parts: list[list[Tensor]] = []
     for rows in torch.arange(len(texts)).split(batch):
-        ids, places, _ = texts.read(rows)
+        ids, places, *_ = texts.read(rows)
         inside = texts.predicted[rows]
         both = [(read(ids.long(), places)[LAST][:, :-1][inside], head) for read, head in (original, moved)]
         token, text = ids[:, 1:][inside], rows.unsqueeze(1).expand(inside.shape)[inside]

@@ -100,8 +100,8 @@ def final_norm(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
 
 
 class ServerReader:
-    """Reads the target's states from servers, as a `Reader` of `target_model`. Each text is one request, without the
-    zeros that pad it; the states of these are 0.
+    """Reads the target's states from servers, as a `Reader` of `target_model`. Each text is one request, without its
+    padding, whose states are 0.
 
     servers: their files have the states of `layers` in ascending order, then the states before the final norm.
     target: a model that `load_ends` loaded.
@@ -113,16 +113,23 @@ class ServerReader:
         self.norm = final_norm(target)
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+    def __call__(
+        self,
+        ids: Tensor,
+        position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+        length: Tensor | None = None,
+    ) -> Record:
         """Return the states (B, T, D) of texts ids (B, T), keyed by layer: the layers of `layers`, and LAST.
-        position_ids (B, T): a text begins at each 0; None: each row is one text. source: not used. Raises the errors of
-        `Servers`."""
-        rows, places = ids.tolist(), [None] * len(ids) if position_ids is None else position_ids.tolist()
-        texts = [text for row, at in zip(rows, places, strict=True) for text in _texts(row, at)]
-        shown = [_unpadded(text) for text in texts]
-        parts = self.servers.map(lambda client, text: client.states(text), shown)
-        padded = [pad(part, (0, 0, 0, 0, 0, len(text) - len(part))) for part, text in zip(parts, texts, strict=True)]
-        read = torch.cat(padded).view(*ids.shape, *padded[0].shape[1:]).to(self.target.dtype)
+        position_ids (B, T): a text begins at each 0; None: each row is one text. source: not used. length (B,): the
+        number of tokens of each row; None: T. Raises the errors of `Servers`."""
+        width = ids.shape[1]
+        sizes = [width] * len(ids) if length is None else length.tolist()
+        places = [None] * len(ids) if position_ids is None else position_ids.tolist()
+        rows = [_texts(row[:size], at) for row, at, size in zip(ids.tolist(), places, sizes, strict=True)]
+        parts = iter(self.servers.map(lambda client, text: client.states(text), [text for row in rows for text in row]))
+        states = [torch.cat([next(parts) for _ in row]) for row in rows]
+        read = torch.stack([pad(part, (0, 0, 0, 0, 0, width - len(part))) for part in states]).to(self.target.dtype)
         read = sent(read, self.target.device)
         record = {layer: read[:, :, place] for place, layer in enumerate(self.layers)}
         last: Tensor = self.norm(read[:, :, -1])
@@ -131,16 +138,8 @@ class ServerReader:
 
 def _texts(ids: list[int], places: list[int] | None) -> list[list[int]]:
     """Return the texts in a row. places: the position of each id in its text; None: the row is one text."""
-    starts = [i for i, place in enumerate(places) if place == 0] if places else [0]
+    starts = [i for i, place in enumerate(places[: len(ids)]) if place == 0] if places else [0]
     return [ids[a:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
-
-
-def _unpadded(ids: list[int]) -> list[int]:
-    """Return the ids of a text without the zeros at its end but the first, which may be its own."""
-    size = len(ids)
-    while size > 1 and ids[size - 1] == 0 == ids[size - 2]:
-        size -= 1
-    return ids[:size]
 
 
 def asked_layers(target: PreTrainedModel, layers: Sequence[int]) -> list[int]:

@@ -50,13 +50,13 @@ class MemoryCache:
 
     def begin(self, batch: Mapping[str, Any]) -> None:
         """Begin to read the states of a later batch in another thread, unless they are stored. The later call for this
-        batch waits for that read. batch: ids (B, T), key (B,), and position_ids or source if it has them, as in a
-        training step."""
+        batch waits for that read. batch: ids (B, T), key (B,), and position_ids, source or length if it has them,
+        as in a training step."""
         self.began = min(self.began, time.perf_counter())
         ids, source = batch["ids"], batch.get("source")
         names = self._names(ids, batch["key"], source)
         if (*names,) not in self.early and any(name not in self.records for name in names):
-            self.early[*names] = READERS.submit(self.read, ids, batch.get("position_ids"), source)
+            self.early[*names] = READERS.submit(self.read, ids, batch.get("position_ids"), source, batch.get("length"))
 
     def lines(self) -> list[str]:
         """Return a line for the user about the time in which training waited for reads in other threads; [] if there
@@ -72,38 +72,45 @@ class MemoryCache:
         batch: int = 16,
         progress: Callable[[int, int], None] | None = None,
         source: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> None:
         """Read and store texts until the memory is full. A pass over a whole batch takes less time than later passes
         over a few missing texts.
 
         ids (N, T): token ids. keys (N,): the number of each text. source (N, S): only if the target has an encoder.
-        batch: texts per pass. progress: a function that is called with the number of texts done and N.
+        length (N,): the number of tokens of each text; None: all rows are whole texts. batch: texts per pass.
+        progress: a function that is called with the number of texts done and N.
         """
         for start in range(0, len(ids), batch):
             if progress:
                 progress(start, len(ids))
             part = slice(start, start + batch)
-            sources = None if source is None else source[part]
+            sources, lengths = (None if one is None else one[part] for one in (source, length))
             names, before = self._names(ids[part], keys[part], sources), len(self.records)
             if all(name in self.records for name in names):
                 continue
-            self._look_up(ids[part], names, source=sources)
+            self._look_up(ids[part], names, source=sources, length=lengths)
             if len(self.records) == before:
                 break  # full
         if progress:
             progress(len(ids), len(ids))
 
     def __call__(
-        self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
+        self,
+        ids: Tensor,
+        keys: Tensor,
+        position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> Record:
         """Return the states of texts, (B, T, D) each, keyed by layer. They are read from the target if not all texts of
         the batch are stored.
 
         ids (B, T): token ids. keys (B,): the number of each text, which must stand for the same ids and the same
         encoder input in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target
-        has an encoder.
+        has an encoder. length (B,): the number of tokens of each text; None: all rows are whole texts.
         """
-        return self._look_up(ids, self._names(ids, keys, source), position_ids, source)
+        return self._look_up(ids, self._names(ids, keys, source), position_ids, source, length)
 
     def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
         """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
@@ -123,10 +130,11 @@ class MemoryCache:
         names: list[tuple[int, Width]],
         position_ids: Tensor | None = None,
         source: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> Record:
         if any(name not in self.records for name in names):
             early, clock = self.early.pop((*names,), None), time.perf_counter()
-            record = early.result() if early else self.read(ids, position_ids, source)
+            record = early.result() if early else self.read(ids, position_ids, source, length)
             self.waited += time.perf_counter() - clock if early else 0.0
             self._store(names, record)
             return record
@@ -198,14 +206,20 @@ class DiskCache:
         return line
 
     @torch.no_grad()
-    def __call__(self, ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+    def __call__(
+        self,
+        ids: Tensor,
+        position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+        length: Tensor | None = None,
+    ) -> Record:
         """Return the states of texts, (B, T, D) each, keyed by layer. Texts that are missing, or whose shard is
         damaged, are read from the target and stored.
 
         ids (B, T): token ids. position_ids (B, T): only if texts are packed. source (B, S): only if the target has an
-        encoder.
+        encoder. length (B,): the number of tokens of each text; None: all rows are whole texts.
         """
-        inputs = (ids, position_ids, source)
+        inputs = (ids, position_ids, source, length)
         names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
         missing = [row for row, name in enumerate(names) if not self._whole(name)]
@@ -276,12 +290,14 @@ def _entries(shard: Path) -> list[str]:
         return []
 
 
-def _digest(ids: Tensor | None, position_ids: Tensor | None, source: Tensor | None) -> str:
+def _digest(ids: Tensor | None, position_ids: Tensor | None, source: Tensor | None, length: Tensor | None) -> str:
     assert ids is not None
     digest = hashlib.blake2b(digest_size=16)
     for part in (ids, position_ids, *(() if source is None else (source,))):  # caches of causal LMs keep their names
         digest.update(b"" if part is None else part.long().cpu().numpy().tobytes())
         digest.update(f"{len(ids)}".encode())
+    if length is not None and not ids[length - 1]:  # else the length follows from the ids
+        digest.update(f"length {int(length)}".encode())
     return digest.hexdigest()
 
 

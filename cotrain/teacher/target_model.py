@@ -42,7 +42,9 @@ from inference.models.quantisation import options_of, refuse_quantisation, unpac
 Read = Callable[..., Tensor]
 Head = Callable[[Tensor], Tensor]  # (n, D) -> logits (n, V)
 Record = Mapping[int, Tensor]  # layer -> states (B, T, D)
-Reader = Callable[..., Record]  # ids (B, T), position_ids (B, T) or None, source (B, S) or None -> their record
+# ids (B, T), position_ids (B, T) or None, source (B, S) or None, length (B,) or None -> their record. What is after
+# `length`, the number of each row's tokens, is padding; a model reads it too, since no token attends to a later one.
+Reader = Callable[..., Record]
 ENCODER = -2  # layer number of the encoder's states (B, S, D), whose columns past a source have no meaning
 
 
@@ -362,7 +364,9 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     if inner:
         read_layers = by_layer(model, inner)
 
-    def states(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+    def states(
+        ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, length: Tensor | None = None
+    ) -> Record:
         with own_precision():
             return read_layers(ids, position_ids, source) if inner else {LAST: read(ids, position_ids, source)}
 

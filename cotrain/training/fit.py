@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import lightning
@@ -22,7 +23,7 @@ from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
-from cotrain.evaluation.comparison import per_text
+from cotrain.evaluation.comparison import at_start, own_acceptance, per_text
 from cotrain.ranks import rank
 from cotrain.rollout.samplers import Faster, Own
 from cotrain.teacher.states_cache import DiskCache
@@ -174,10 +175,13 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
 
 
 def _judge_start(job: Job, module: Distillation, trainer: lightning.Trainer) -> None:
-    """Score the draft before its first step. The figures of one that begins with a draft folder are kept in START."""
+    """Score the draft before its first step. The figures of one that begins with a draft folder are kept in START, and
+    a line says how far its acceptance is from that in its record."""
     trainer.validate(module, VALIDATION, verbose=False)
     if job.cfg.init.kind == "pretrained" and not rank():
-        write_atomic(job.folder / START, json.dumps(per_text(module.scores(), module.held_out)))
+        start = per_text(module.scores(), module.held_out)
+        write_atomic(job.folder / START, json.dumps(start))
+        print(*at_start(start, own_acceptance(Path(str(job.cfg.draft.path)))), sep="\n")
 
 
 def _ended(
@@ -278,7 +282,13 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
         print(read.estimate(len(sampled), sampled.ids.shape[1] * (1 + len(job.reads)) * states))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
-        module.teacher.fill(sampled.ids.long(), keys, progress=lambda done, _: display.to(done), source=sampled.source)
+        module.teacher.fill(
+            sampled.ids.long(),
+            keys,
+            progress=lambda done, _: display.to(done),
+            source=sampled.source,
+            length=sampled.length,
+        )
 
 
 def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation: float) -> None:

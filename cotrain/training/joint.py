@@ -272,7 +272,12 @@ class MovingTeacher(MemoryCache):
         self.moves = True
 
     def __call__(
-        self, ids: Tensor, keys: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None
+        self,
+        ids: Tensor,
+        keys: Tensor,
+        position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+        length: Tensor | None = None,
     ) -> Record:
         with torch.set_grad_enabled(self.moves and torch.is_grad_enabled()):
             self.record = self.live(ids, position_ids)
@@ -417,7 +422,7 @@ def unadapted(live: Reader, target: nn.Module) -> Reader:
     """Return a function ids (B, T) -> states (B, T, D) by layer of the target without its adapter. live: such a
     function with the adapter. target: the model with the adapter."""
 
-    def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
+    def read(ids: Tensor, position_ids: Tensor | None = None, *_: Tensor | None) -> Record:
         with without_adapter(target):
             return live(ids, position_ids)
 

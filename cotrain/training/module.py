@@ -281,14 +281,17 @@ class Distillation(lightning.LightningModule):
 
         The batch has ids (B, T); predicted (B, T-1) bool: entry t is whether the loss counts token t+1; key (B,): the
         number of each text; temperature (B,); position_ids (B, T) if texts are packed; source (B, S) if the target has
-        an encoder; sampled (B, T-1) bool: entry t is whether the target sampled token t+1 (without it, every predicted
-        token counts as sampled). If a step has several batches, it also has counts (2,), the step's numbers of
-        predicted and sampled tokens, and group, the pair (index of the batch in the step, number of batches).
+        an encoder; length (B,): the number of tokens of each text; sampled (B, T-1) bool: entry t is whether the target
+        sampled token t+1 (without it, every predicted token counts as sampled). If a step has several batches, it also
+        has counts (2,), the step's numbers of predicted and sampled tokens, and group, the pair (index of the batch in
+        the step, number of batches).
         """
         if not self.batch_sums:
             self.step_figures = {}
         host = batch.get("host", batch)
-        record = self.teacher(batch["ids"], host["key"], host.get("position_ids"), host.get("source"))
+        record = self.teacher(
+            batch["ids"], host["key"], host.get("position_ids"), host.get("source"), host.get("length")
+        )
         uniforms = self._uniforms(host["key"], host["ids"].shape[1])
         guesses = self.student.guesses(host | {"uniforms": uniforms}, Seen(record))
         refuse_mixed(guesses)

@@ -113,7 +113,8 @@ def finish(
     texts = comparison.per_text(module.scores(), module.held_out)
     results.keep_figures(job, steps, {"tau": tau(), "texts": texts})
     if (start := job.folder / START).is_file():
-        print(*comparison.since_start(read_json(start), texts), sep="\n")
+        record = comparison.own_acceptance(Path(str(job.cfg.draft.path)))
+        print(*comparison.since_start(read_json(start), texts, record), sep="\n")
     if speed:
         choose_best(job, module, speed)
         report = results.export(job, module, steps, speed, given)

@@ -234,12 +234,16 @@ def other_weights(metadata: Metadata | None, path: str, adapter: str | None = No
     target's PEFT adapter, None for none.
 
     Also return None if the metadata have no hash of weights, if the target cannot be read, and if only one of draft and
-    target has an adapter (it may have been merged).
+    target has an adapter that may have been merged into the weights of the other.
     """
     own = metadata.target.get("weights") if metadata else None
-    if metadata is None or not own or bool(adapter) != bool(metadata.origin.get("adapter")):
+    if metadata is None or not own:
         return None
-    if hash_weights(path, adapter) in (own, None):
+    learnt = metadata.origin.get("adapter")
+    if adapter and not learnt:
+        if hash_weights(path) != own:  # else the draft was trained for the target without its adapter
+            return None
+    elif learnt and not adapter or hash_weights(path, adapter) in (own, None):
         return None
     return (
         f"the weights of the target {path} are not those that the draft was trained for, or are the same in "

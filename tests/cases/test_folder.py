@@ -169,6 +169,9 @@ def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
     merged = {"name": "x", "config": None, "tokenizer": None, "weights": with_adapter}
     about = Metadata(merged, 2, origin={"adapter": "a"})
     assert other_weights(about, str(tmp_path / "one")) is None  # merged: its hash is another
+    plain = Metadata({"name": "x", "config": None, "tokenizer": None, "weights": own}, 2)
+    assert other_weights(plain, str(tmp_path / "one"), str(adapter))  # of the target that has an adapter now
+    assert other_weights(plain, str(tmp_path / "half"), str(adapter)) is None  # may be the merged one
     assert (
         other_weights(about, str(tmp_path / "one"), str(adapter))
         and not about.exported("y", None, None).target["weights"]

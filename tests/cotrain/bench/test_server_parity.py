@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Client, Served
+from tests.fake_vllm import FakeVLLM, running
 from tests.folders import network, tokenizer
 from tests.inference.servers.test_openai_client import Lookalike, url  # noqa: F401 - a fixture
 
@@ -104,6 +106,24 @@ def test_a_server_without_token_ids_is_an_error(
     with pytest.raises(ValueError, match="url: .*/metrics has no draft counters"):
         server_parity.over_http(Client(url), plan)([[1, 2]], 1)
     assert len(Lookalike.requests) == asked  # nothing was generated in vain
+
+
+def test_counters_are_those_of_the_texts_alone_and_requests_carry_each_prompts_seed(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server counts by depth, and has counted before. Of 25 tokens it emits 12 by rounds of two drafts, and 12 of
+    the first drafts and one of the second are accepted."""
+    monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: client.counted())
+    prompts = [[1, 2], [3], [1, 2]]
+    with running(FakeVLLM(network(1), tmp_path, [1])) as fake:
+        fake.drafts = True
+        longer = replace(plan, bench=SimpleNamespace(**vars(plan.bench) | {"new_tokens": 25}))
+        tokens, seconds, counted = server_parity.over_http(Client(fake.url), longer)(prompts, 2)
+    assert counted == Served(rounds=36, drafted=72, accepted=39, by_depth=(36, 3)) and seconds > 0
+    sent = sorted((body["prompt"], body["seed"]) for body in fake.requests)
+    assert sent == sorted(zip(prompts, row_ids(prompts), strict=True)) and len({seed for _, seed in sent}) == 3
+    assert all(body["ignore_eos"] is True and body["min_tokens"] == 25 for body in fake.requests)
+    assert tokens[0] == tokens[2] != tokens[1] and {*map(len, tokens)} == {25}
 
 
 def test_a_server_that_ends_texts_early_is_an_error(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:

@@ -43,6 +43,30 @@ def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[Fake
     assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=3" in cells[0].line()
 
 
+def test_each_prompt_has_its_seed_on_both_servers_and_texts_do_not_end_early(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
+    """Equal prompts have two."""
+    plain, drafted = pair
+    plain.pause = 0
+    given = [*PROMPTS, PROMPTS[0]]
+    measured(Client(plain.url), Client(drafted.url), given, Sampling(), 5, [1, 2], None, seed=3)
+    seeds = [{(*body["prompt"], body["seed"]) for body in server.requests} for server in pair]
+    assert seeds[0] == seeds[1] and len({seed for *_, seed in seeds[0]}) == len(given)
+    for body in plain.requests + drafted.requests:
+        assert body["ignore_eos"] is True and body["min_tokens"] == body["max_tokens"] == 5
+    before = len(plain.requests)
+    measured(Client(plain.url), Client(drafted.url), given, Sampling(), 5, [1], None, seed=4)
+    assert not {body["seed"] for body in plain.requests[before:]} & {seed for *_, seed in seeds[0]}
+
+
+@pytest.mark.timeout(60)
+def test_a_server_that_closes_connections_ends_the_measurement(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
+    plain, drafted = pair
+    clients = Client(plain.url), Client(drafted.url)
+    drafted.answer = lambda _: (0, {})  # type: ignore[method-assign]
+    with pytest.raises(ConnectionError, match=f"{drafted.url}/v1/completions does not answer .*: start the server"):
+        measured(*clients, PROMPTS, Sampling(), 4, [2], None)
+
+
 def test_without_counters_there_is_no_tau(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
     plain, _ = pair
     (cell,) = measured(Client(plain.url), Client(plain.url), PROMPTS[:2], Sampling(), 2, [2], None)

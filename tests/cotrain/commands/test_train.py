@@ -264,18 +264,26 @@ def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
 def test_a_training_that_begins_with_a_draft_says_what_it_gained(
     place: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its start is judged on the texts of its end, and is the draft that it was given."""
+    """Of a target whose weights were tuned. Its start is judged on the texts of its end, and is the draft that it was
+    given; beside it stands what the draft's report has."""
+    tuned = load_file(shutil.copytree(place / "target", place / "tuned") / "model.safetensors")
+    tuned = {name: value + 0.02 * torch.randn_like(value) for name, value in tuned.items()}
+    save_file(tuned, place / "tuned" / "model.safetensors", {"format": "pt"})
     given = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.corpus_steps=0", "measure=false")
     again = ("init=pretrained", f"draft.path={run / 'draft'}", "optimizer.lr=0.5", "trainer.clip=0")
-    assert job(place, "again", *given, *again) == 0
-    said = re.search(
-        r"since the start, T=1: acceptance (\S+) -> (\S+), tau at k=4 .* on 2 texts", capsys.readouterr().out
-    )
+    assert job(place, "again", *given, *again, target="tuned") == 0
+    out, err = capsys.readouterr()
+    assert f"the weights of the target {place / 'tuned'} are not those that the draft was trained for" in err
+    own = r"\((\S+) on texts of the target that the draft was trained for\)"
+    said = re.search(rf"since the start, T=1: acceptance (\S+) -> (\S+) {own}, tau at k=4 .* on 2 texts", out)
+    report = json.loads((run / "draft" / "report.json").read_text())["extra"]["held_out"]["alpha_T1/all"]
+    assert said and float(said[3]) == pytest.approx(report, abs=5e-4)
+    assert re.findall(rf"at the start, T=1: acceptance (\S+) {own}\n", out) == [(said[1], said[3])]
     start, end = (json.loads((place / "again" / name).read_text()) for name in ("start.json", "held_out.json"))
-    assert said and (start["1"]["alpha"], end["texts"]["1"]["alpha"]) == pytest.approx(
+    assert (start["1"]["alpha"], end["texts"]["1"]["alpha"]) == pytest.approx(
         (float(said[1]), float(said[2])), abs=5e-4
     )
-    assert job(place, "no step", *given, *again, "optimizer.lr=1e-12") == 0
+    assert job(place, "no step", *given, *again, "optimizer.lr=1e-12", target="tuned") == 0
     still = json.loads((place / "no step" / "held_out.json").read_text())["texts"]["1"]["alpha"]
     assert abs(still - start["1"]["alpha"]) < 1e-4 < abs(end["texts"]["1"]["alpha"] - start["1"]["alpha"])
 

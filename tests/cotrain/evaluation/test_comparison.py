@@ -12,7 +12,15 @@ from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.evaluation import comparison
-from cotrain.evaluation.comparison import compare, gains_table, read_runs, since_start
+from cotrain.evaluation.comparison import (
+    FIGURES,
+    at_start,
+    compare,
+    gains_table,
+    own_acceptance,
+    read_runs,
+    since_start,
+)
 
 LENGTHS = [40] * 30
 
@@ -249,7 +257,22 @@ def test_a_trained_draft_is_compared_with_its_start_text_by_text() -> None:
     after["1"]["alpha"] = 0.625
     tau = sum(LENGTHS) / sum(before["1"]["calls"]["4"])
     expected = (
-        f"since the start, T=1: acceptance 0.500 -> 0.625, tau at k=4 {tau:.2f} -> {tau / 0.8:.2f}, +25.0% "
+        f"since the start, T=1: acceptance 0.500 -> 0.625%s, tau at k=4 {tau:.2f} -> {tau / 0.8:.2f}, +25.0% "
         "[+25.0%, +25.0%] on 30 texts"
     )
-    assert since_start(before, after) == [expected]
+    own = " (0.750 on texts of the target that the draft was trained for)"
+    assert since_start(before, after, {"1": 0.75}) == [expected.replace("%s", own)]
+    assert since_start(before, after, {"0.5": 0.75}) == [expected.replace("%s", "")]
+    assert at_start(before, {"1": 0.75}) == [f"at the start, T=1: acceptance 0.500{own}"]
+
+
+def test_a_drafts_record_is_its_report_or_else_that_of_its_run(tmp_path: Path) -> None:
+    """The report is of the exported checkpoint, the run's figures of the last one."""
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    assert own_acceptance(draft) == {}
+    (tmp_path / FIGURES).write_text(json.dumps({"texts": {"0.7": {"alpha": 0.25}}}))
+    assert own_acceptance(draft) == {"0.7": 0.25}
+    held = {"alpha_T0.7/all": 0.5, "alpha_T1/all": 0.75, "alpha_T1/code": 0.1, "alpha_greedy_draft_T1/all": 0.2}
+    (draft / "report.json").write_text(json.dumps({"extra": {"held_out": held}}))
+    assert own_acceptance(draft) == {"0.7": 0.5, "1": 0.75}

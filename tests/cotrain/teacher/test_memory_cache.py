@@ -56,6 +56,25 @@ def test_texts_padded_to_another_width_are_read_again() -> None:
     assert torch.equal(teacher(long, torch.arange(6))[LAST][..., 0], long.float()) and len(asked) == 5
 
 
+def test_a_batch_that_is_begun_twice_is_read_once_with_all_its_inputs() -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def read(*inputs: Tensor) -> Record:
+        asked.append(inputs)
+        return {LAST: inputs[0].unsqueeze(-1).float()}
+
+    ids = torch.arange(6).view(2, 3)
+    others = {"position_ids": ids % 2, "source": ids + 7, "length": torch.tensor([3, 2])}
+    batch = {"ids": ids, "key": torch.arange(2)} | others
+    teacher = MemoryCache(read, limit=0)
+    teacher.begin(batch)
+    teacher.begin(batch)
+    for reads in (1, 2):  # a read that was begun serves one call
+        assert torch.equal(teacher(ids, batch["key"], *others.values())[LAST][..., 0], ids.float())
+        assert len(asked) == reads and not teacher.early
+        assert all(map(torch.equal, asked[-1], (ids, *others.values())))
+
+
 def test_records_rest_in_main_memory() -> None:
     with standin.device():
         texts, keys = torch.arange(3)[:, None].repeat(1, 4), torch.arange(3)

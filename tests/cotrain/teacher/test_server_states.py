@@ -5,7 +5,9 @@ import random
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotrain.cli import main
+from cotrain.data.texts import Texts
 from cotrain.errors import UserError
+from cotrain.evaluation.held_out import held_out
 from cotrain.rollout.samplers import Remote
 from cotrain.students.base import student_class
 from cotrain.teacher import servers
 from cotrain.teacher.server_states import agreement, asked_layers, final_norm, load_ends, served_elsewhere
 from cotrain.teacher.servers import servers_at
+from cotrain.teacher.states_cache import DiskCache, MemoryCache
 from cotrain.teacher.target_model import load_target, served
 from cotrain.training.distributed import Ahead
 from cotrain.training.preconditions import RunOutline
@@ -113,7 +118,7 @@ def test_the_norm_and_head_of_families(family: str, settings: dict[str, Any], tm
     assert asked_layers(ends, [LAST]) == [layers_of(whole.config)]
 
 
-FAULTS = ["unwell", "other text", "cut", "NaN", "lost", "half", "late"]
+FAULTS = ["unwell", "closes", "other text", "cut", "NaN", "lost", "half", "late"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -151,6 +156,28 @@ def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch:
     server.faults = ["unwell"] * 1000
     with pytest.raises(UserError, match="answered 503.*start the same command again to resume"):
         read(IDS[:1])
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("ended", ["for too long", "by the end of the run"])
+def test_requests_to_a_server_that_closes_connections_end(
+    ended: str, folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    server.faults = ["closes"] * 10**5
+    if ended == "for too long":
+        monkeypatch.setattr(servers, "PATIENCE", 0.1)
+        with pytest.raises(
+            UserError, match=r"^teacher.url: .*/v1/completions does not answer .*the same command again"
+        ):
+            read(IDS)
+        return
+    with pytest.raises(UserError, match="^teacher.url: the run has ended"), ThreadPoolExecutor(1) as thread:
+        with servers.open_servers():
+            reading = thread.submit(read, IDS)
+            while len(server.asked) < 6:
+                time.sleep(0.01)
+        reading.result()
 
 
 def test_the_servers_own_probabilities_are_compared(folder: Path, server: FakeVLLM) -> None:
@@ -217,12 +244,68 @@ def test_what_needs_the_layers_here_is_refused_by_name(
     assert f"{NEEDS[setting]}: it needs the target's layers in this process" in capsys.readouterr().err
 
 
-def test_padding_is_not_sent(folder: Path, server: FakeVLLM) -> None:
-    """But one zero, which may be the token that ends the text."""
+ZEROS, SIZES = torch.tensor([[5, 9, 0, 0, 0], [7, 8, 9, 1, 2], [5, 9, 0, 0, 0]]), torch.tensor([5, 5, 2])
+
+
+@pytest.mark.parametrize("way", ["read", "memory", "filled", "begun", "disk", "held out"])
+def test_padding_is_not_sent_and_zeros_at_the_end_of_a_text_are(
+    way: str, folder: Path, server: FakeVLLM, tmp_path: Path
+) -> None:
+    """Rows of equal ids may be two texts."""
     read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
-    found = read(torch.tensor([[5, 9, 0, 0, 0], [7, 8, 9, 1, 2]]))
-    assert sorted(server.asked) == [[5, 9, 0], [7, 8, 9, 1, 2]]
-    assert not found[1][0, 3:].any() and found[1][0, 2].any() and found[LAST].shape == (2, 5, 64)
+    here, _ = served(AutoModelForCausalLM.from_pretrained(folder), VOCABULARY, [1, 2])
+    with torch.no_grad():
+        wanted = here(ZEROS)
+    memory, keys = MemoryCache(read, 2**20), torch.arange(3)
+    if way == "filled":
+        memory.fill(ZEROS, keys, batch=2, length=SIZES)
+    if way == "begun":
+        memory.begin({"ids": ZEROS, "key": keys, "length": SIZES})
+    if way == "held out":
+        found = held_out(read, Texts(ZEROS, torch.ones(3, dtype=torch.int64), SIZES, ["a"] * 3), 1.0, batch=2).states
+    elif way in ("read", "disk"):
+        reader = read if way == "read" else DiskCache(read, tmp_path / "cache", {}, (LAST, 1, 2))
+        found = reader(ZEROS, None, None, SIZES)
+        found = reader(ZEROS, None, None, SIZES) if way == "disk" else found
+    else:
+        found = memory(ZEROS, keys, None, None, SIZES)
+    assert sorted(server.asked) == [[5, 9], [5, 9, 0, 0, 0], [7, 8, 9, 1, 2]]
+    for layer, states in wanted.items():
+        for row, size in enumerate(SIZES.tolist()):
+            torch.testing.assert_close(found[layer][row, :size], states[row, :size], rtol=1e-4, atol=1e-4)
+    assert not found[1][2, 2:].any() and found[LAST].shape == (3, 5, 64)
+
+
+def test_a_training_sends_texts_with_all_their_zeros(folder: Path, tmp_path: Path) -> None:
+    """And without padding. The states of none are remembered. A text that is learnt twice in turn is read ahead once,
+    so the second time a step reads it."""
+    (tmp_path / "own.jsonl").write_text("".join(f'{{"prompt": "{n} say{" x" * (n % 9)}"}}\n' for n in range(120)))
+    generation = json.loads((folder / "generation_config.json").read_text()) | {"eos_token_id": 1}
+    target = Path(shutil.copytree(folder, tmp_path / "target"))
+    (target / "generation_config.json").write_text(json.dumps(generation))  # 0 ends no text
+    with running(FakeVLLM(network(3), tmp_path, [3])) as fake:
+        fake.says = 0
+        given = f"""train target.path={target} teacher.url={fake.url} draft=medusa init=scratch measure=false
+        trainer.steps=12 trainer.corpus_steps=0 trainer.batch=1 trainer.validations=1 trainer.remember_mb=0
+        rollout.texts=2 rollout.held_out_texts=2 rollout.new_tokens=6 rollout.temperatures=[1.0]
+        data.path={tmp_path / "own.jsonl"} output={tmp_path / "run"}"""
+        assert main(given.split()) == 0
+    sampled = [body["prompt"] for body in fake.requests if body["max_tokens"] == 6]
+    read = [body["prompt"] for body in fake.requests if body["max_tokens"] == 1 and body["prompt"] != [1, 2, 3]]
+    assert {*map(tuple, read)} == {(*prompt, *[0] * 6) for prompt in sampled}
+    assert len(read) > 10 and len({*map(len, sampled)}) == len(sampled)
+
+
+def test_states_have_the_dtype_of_the_run(folder: Path, server: FakeVLLM) -> None:
+    """A server on a GPU writes bfloat16; the norm and the head of a run on a CPU may be in float32."""
+    server.dtype = torch.bfloat16
+    read, head = served_elsewhere([server.url], load_ends(str(folder), "float32"), VOCABULARY, [1, 2])
+    halved = read(IDS)
+    server.dtype = torch.float32
+    whole = read(IDS)
+    assert {states.dtype for states in halved.values()} == {torch.float32} == {head(halved[LAST]).dtype}
+    assert all(torch.equal(halved[layer], whole[layer].bfloat16().float()) for layer in (1, 2))
+    assert not torch.equal(halved[LAST], halved[LAST].bfloat16().float())  # the norm computes in float32
 
 
 def test_logits_are_of_ids_that_can_have_mass(folder: Path, server: FakeVLLM) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from cotrain.cli import main
+from cotrain.commands import train
 from cotrain.errors import UserError
 from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
@@ -170,3 +171,18 @@ def test_settings_that_exclude_each_other_raise_before_anything_is_loaded(
 ) -> None:
     assert main(["train", "target.path=nowhere", f"output={tmp_path / 'run'}", *settings]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_each_process_does_the_checks_before_it_waits_for_the_first(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A process that waits in a collective does not see the launcher's signal. What the checks print, the first process
+    prints."""
+    begun: list[Any] = []
+    monkeypatch.setattr(train, "rank", lambda: 1)
+    monkeypatch.setattr(train, "train", lambda *given: begun.append(given))
+    assert job(place, "second", "init.layers=[0,99]") == 1 and not begun
+    assert "init.layers=[0, 99]: the target has " in capfd.readouterr().err
+    assert job(place, "second") == 0 and not any(capfd.readouterr())
+    ((_, folder, _, sources),) = begun
+    assert {"train", "held_out"} <= set(sources) and not folder.exists()
