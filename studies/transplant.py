@@ -1,15 +1,15 @@
 """Acceptance over a training with init=transplant, beside init=scratch and init=target_layers of the same shape.
 
-    python -m studies.transplant donor FOLDER [--minutes 4]
-    python -m studies.transplant train FOLDER INIT [--steps 2000]
+    python -m studies.transplant donor FOLDER [--minutes 3]
+    python -m studies.transplant train FOLDER INIT [--steps 800]
     python -m studies.transplant report FOLDER OUT.json
 
 `donor` trains a small LM on the embedded corpora, with a tokenizer of SentencePiece's kind, in FOLDER/donor. `train`
 trains a draft of the bundled target from INIT, one of transplant, scratch and target_layers, on the texts that the
 target sampled (data/rollouts), and writes FOLDER/INIT.json: the mean acceptance of the first drafted token on held-out
-texts at temperature 1, before the first step and after each quarter of the steps. All drafts have the shape of two layers
-of the target, so a step takes the same time in each. Minutes and seconds are of the process's CPU, with one thread
-(OMP_NUM_THREADS=1): they do not depend on what else the machine does. `report` puts the files together.
+texts at temperature 1, before the first step and after each quarter of the steps. All drafts have the shape of two
+layers of the target, so a step takes the same time in each. Minutes and seconds are of the process's CPU, with one
+thread (OMP_NUM_THREADS=1): they do not depend on what else the machine does. `report` puts the files together.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from cotrain.training.assembly import trained_by
 from cotrain.training.deadline import Deadline
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, alpha_of
-from cotrain.training.optim import MuonAdamW, trapezoid
+from cotrain.training.optim import adamw, trapezoid
 from cotrain.training.preconditions import require
 from cotrain.training.progress import Progress
 from cotrain.training.run import train
@@ -43,7 +43,7 @@ from studies.training_rates import config
 
 SPACE = "\u2581"
 VOCABULARY, CONTEXT, LAYERS, QUARTERS = 2500, 512, 2, 4
-ROWS, BLOCK = 8, 256  # of a step of the donor's training
+ROWS, BLOCK = 4, 256  # of a step of the donor's training
 BYTES = {"code": 8_000_000, "prose": 2_500_000, "records": 750_000}
 HELD_OUT = {"code": 60_000, "prose": 30_000, "records": 10_000}
 SHAPE = {"width": 256, "layers": LAYERS, "intermediate": 768, "head_dim": 64, "kv_heads": 2}  # a layer of the target
@@ -92,7 +92,7 @@ def donor(folder: Path, minutes: float, bytes: dict[str, int], shape: dict[str, 
     progress = Progress(10**6, minutes)
     module = pretraining.LanguageModel(
         network,
-        partial(MuonAdamW, lr=5e-3, embedding_lr=4e-3, weight_decay=0.05),
+        partial(adamw, lr=3e-3, weight_decay=0.05, betas=(0.9, 0.95)),
         partial(trapezoid, progress=progress, warmup=0.05, decay=0.4),
         torch.ones(len(words)),  # bits per token, not per byte
         learnt.domains,
@@ -186,9 +186,9 @@ def main(arguments: list[str]) -> None:
     parts = parser.add_subparsers(dest="part", required=True)
     for name in ("donor", "train", "report"):
         parts.add_parser(name).add_argument("folder", type=Path)
-    parts.choices["donor"].add_argument("--minutes", type=float, default=4)
+    parts.choices["donor"].add_argument("--minutes", type=float, default=3)
     parts.choices["train"].add_argument("init", choices=sorted(STARTS))
-    parts.choices["train"].add_argument("--steps", type=int, default=2000)
+    parts.choices["train"].add_argument("--steps", type=int, default=800)
     parts.choices["report"].add_argument("out", type=Path)
     asked = parser.parse_args(arguments)
     if asked.part == "donor":
