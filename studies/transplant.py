@@ -1,7 +1,7 @@
 """Acceptance over a training with init=transplant, beside init=scratch and init=target_layers of the same shape.
 
     python -m studies.transplant donor FOLDER [--minutes 3]
-    python -m studies.transplant train FOLDER INIT [--steps 800]
+    python -m studies.transplant train FOLDER INIT [--steps 240]
     python -m studies.transplant report FOLDER OUT.json
 
 `donor` trains a small LM on the embedded corpora, with a tokenizer of SentencePiece's kind, in FOLDER/donor. `train`
@@ -114,7 +114,7 @@ def donor(folder: Path, minutes: float, bytes: dict[str, int], shape: dict[str, 
         steps, progress.elapsed = steps + 1, time.process_time() - began
         schedule.step()
         if steps % 50 == 0:
-            print(f"donor: step {steps}, {progress.elapsed:.0f} s, {float(loss):.3f} nats a token", flush=True)
+            print(f"donor: step {steps}, {progress.elapsed:.0f} s, {loss.item():.3f} nats a token", flush=True)
     network.eval().save_pretrained(folder / "donor")
     with torch.no_grad():
         nats = {
@@ -149,7 +149,8 @@ def learn(folder: Path, start: str, steps: int, *settings: str) -> dict[str, Any
     register()
     chosen = [one.format(folder=folder) for one in STARTS[start]]
     chosen += ["measure=false", "rollout.temperatures=[1]", f"trainer.steps={steps}", "trainer.threads=1"]
-    cfg = config([*chosen, f"trainer.validations={QUARTERS}", *settings])
+    chosen += [f"trainer.validations={QUARTERS}", f"trainer.cache={folder}/states", "data.shares={code:0.4,prose:0.4}"]
+    cfg = config([*chosen, *settings])
 
     def write(job: Job, module: Any, steps: int, *_: Any) -> dict[str, Any]:
         texts = len(module.held_out[module.temperature].texts)
@@ -188,7 +189,7 @@ def main(arguments: list[str]) -> None:
         parts.add_parser(name).add_argument("folder", type=Path)
     parts.choices["donor"].add_argument("--minutes", type=float, default=3)
     parts.choices["train"].add_argument("init", choices=sorted(STARTS))
-    parts.choices["train"].add_argument("--steps", type=int, default=800)
+    parts.choices["train"].add_argument("--steps", type=int, default=240)
     parts.choices["report"].add_argument("out", type=Path)
     asked = parser.parse_args(arguments)
     if asked.part == "donor":
