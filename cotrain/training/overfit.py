@@ -8,8 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-
 from cotrain.config.settings import TrainConfig, sampling, truncation
 from cotrain.data.texts import Texts, shared_texts
 from cotrain.errors import UserError
@@ -56,8 +54,9 @@ def overfit(cfg: TrainConfig) -> str:
     )
     if figures["alpha"] < figures["enough"]:
         raise UserError(
-            f"{line}, and not {figures['enough']}: the pipeline is wrong (look at the prompts of check=true), optimizer.lr="
-            f"{cfg.optimizer.lr:g} does not fit, or the draft is too small for one text (draft.vocabulary=)"
+            f"{line}, and not {figures['enough']}: the pipeline is wrong (look at the prompts of check=true), "
+            f"optimizer.lr={cfg.optimizer.lr:g} does not fit, or the draft is too small for one text "
+            "(draft.vocabulary=)"
         )
     learnt, drafted = figures["tau"], figures["drafted"]
     if drafted is not None and abs(drafted / learnt - 1) > ALIKE:
@@ -110,9 +109,9 @@ def _figures(job: Job, module: Distillation, steps: int, *_: Any) -> dict[str, A
     engine's drafts, or None for drafts by look-up, which need not be the model's, and if a server has the target."""
     held, k = module.held_out[module.temperature], job.cfg.policy.k or DEPTHS
     figures = {"alpha": _alpha(module), "enough": module.student.memorises, "steps": steps, "texts": len(held.texts)}
-    drafted = None
+    drafted, k = None, module.judged[module.temperature]["all"].drafted(k)
     if not module.student.calibrated and not job.cfg.teacher.urls:
-        with as_served(job, module), torch.inference_mode():
+        with as_served(job, module):
             drafted = _drafted(job, held.texts, module.student.proposer(), k)
     return figures | {"tau": module.tau(k), "drafted": drafted}
 
