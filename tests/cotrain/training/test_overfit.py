@@ -58,7 +58,7 @@ def test_every_kind_learns_its_text_and_drafts_so(
     said = capsys.readouterr().out
     bar = 0.7 if kind == "medusa" else 0.95
     curve = [float(value) for value in re.findall(r"overfit: step \d+, acceptance (\S+)", said)]
-    assert curve[-1] >= bar > max(curve[:-1])
+    assert curve[-1] >= bar >= max(curve[:-1])  # they are rounded
     assert re.search(
         r"overfit: acceptance \S+ after \d+ steps on 1 texts, \d+ s: the draft learns what it is shown", said
     )
