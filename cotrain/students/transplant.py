@@ -96,8 +96,8 @@ class Pieces:
         return ids if b"".join(self.texts.get(i, b"") for i in ids) == text else []
 
     def _byte(self, character: str) -> list[int]:
-        found = self.ids.get((character.encode(errors="surrogateescape"), True))
-        return [] if found is None else [found]
+        i = self.ids.get((character.encode(errors="surrogateescape"), True))
+        return [] if i is None else [i]
 
     def _model(self, text: str) -> list[int]:
         return [token.id for token in self.model.tokenize(text if self.byte_level else text.replace(" ", SPACE))]
@@ -114,13 +114,11 @@ def sources(theirs: Pieces, ours: Pieces) -> list[list[int]]:
     fallbacks = {i for (_, fallback), i in theirs.ids.items() if fallback}
     rows: list[list[int]] = []
     for i in range(1 + max((*theirs.texts, *theirs.special), default=-1)):
-        if (found := ours.added.get(names.get(i, ""))) is None:
-            if i not in theirs.texts:
-                found = roles.get(i)
-            else:
-                found = ours.find(theirs.texts[i], i in fallbacks)
-        spelt = ours.spell(theirs.texts[i]) if found is None and i in theirs.texts else []
-        rows.append(spelt if found is None else [found])
+        text = theirs.texts.get(i)
+        if (row := ours.added.get(names.get(i, ""))) is None:
+            row = roles.get(i) if text is None else ours.find(text, i in fallbacks)
+        spelt = ours.spell(text) if row is None and text is not None else []
+        rows.append(spelt if row is None else [row])
     return rows
 
 
@@ -135,9 +133,9 @@ def means(weight: Tensor, rows: Sequence[Sequence[int]], every: Iterable[int]) -
     flat = weight.reshape(len(weight), -1)
     ids = torch.tensor([i for row in rows for i in row], dtype=torch.long)
     offsets = torch.tensor([0, *(len(row) for row in rows[:-1])]).cumsum(0)
-    found = embedding_bag(ids, flat, offsets, mode="mean")
-    found[[not row for row in rows]] = flat[sorted(every)].mean(0)
-    return found.reshape(len(rows), *weight.shape[1:])
+    averages = embedding_bag(ids, flat, offsets, mode="mean")
+    averages[[not row for row in rows]] = flat[sorted(every)].mean(0)
+    return averages.reshape(len(rows), *weight.shape[1:])
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from cotrain.cli import main
 from cotrain.config.drafts import DRAFTS
 from cotrain.data.corpora import records
 from cotrain.students.base import KINDS
-from cotrain.students.transplant import transplanted
+from cotrain.students.transplant import Pieces, transplanted
 from cotrain.training import assembly
 from inference import Engine, Sampling, load
 from inference.models.pretrained import load_model
@@ -182,6 +182,11 @@ def test_bytes_of_broken_characters_have_the_row_of_the_same_byte(tmp_path: Path
             assert torch.equal(
                 rows[theirs.convert_tokens_to_ids(names[theirs])], old[ours.convert_tokens_to_ids(names[ours])]
             )
+    for words, names in (
+        (sentencepiece(), ["a", "<0xE2>", "<0x96>", "b"]),
+        (tokenizer(), ["a", "\u00e2", "\u0138", "b"]),
+    ):
+        assert Pieces(words, 999, "here").spell(b"a\xe2\x96b") == words.convert_tokens_to_ids(names)
 
 
 @pytest.mark.parametrize("words", [byte_level, sentencepiece])
