@@ -80,8 +80,7 @@ def donor(folder: Path, minutes: float, bytes: dict[str, int], shape: dict[str, 
     """Train the small LM and write it to folder/donor, with its figures in folder/donor.json."""
     torch.manual_seed(0)
     texts = [embedded_texts(dict(sizes), split) for sizes, split in ((bytes, "train"), (HELD_OUT, "held_out"))]
-    words = sentencepiece(texts[0]["text"], VOCABULARY)
-    words.save_pretrained(folder / "donor")
+    sentencepiece(texts[0]["text"], VOCABULARY).save_pretrained(folder / "donor")
     words = AutoTokenizer.from_pretrained(folder / "donor")
     # a text ends with </s>: the tokenizer adds no <s>
     learnt, held_out = (pack_blocks(part, words, BLOCK + 1) for part in texts)

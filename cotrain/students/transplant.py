@@ -142,7 +142,9 @@ def means(weight: Tensor, rows: Sequence[Sequence[int]], every: Iterable[int]) -
 def rebuild(network: PreTrainedModel, rows: Sequence[Sequence[int]], every: Iterable[int]) -> None:
     """Give the causal LM `network` an embedding and a head of len(rows) ids, in place. rows, every: as in `means`, of
     its own ids."""
-    every, embedding, head = list(every), network.get_input_embeddings(), network.get_output_embeddings()
+    embedding: Any = network.get_input_embeddings()
+    head: Any = network.get_output_embeddings()
+    every = list(every)
     parts = [means(module.weight, rows, every) for module in (embedding, head)]  # (len(rows), D)
     bias = None if getattr(head, "bias", None) is None else means(head.bias, rows, every)
     network.resize_token_embeddings(len(rows), mean_resizing=False)

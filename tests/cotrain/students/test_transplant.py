@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from tokenizers.models import BPE, WordLevel
 from torch import Tensor
-from transformers import LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
+from transformers import PhiConfig, PhiForCausalLM, PreTrainedTokenizerFast
 
+import studies.transplant
 from cotrain.cli import main
 from cotrain.config.drafts import DRAFTS
 from cotrain.data.corpora import records
@@ -35,29 +36,7 @@ LICENSE = Path(__file__).parents[3] / "LICENSE"
 
 @cache
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2 has it: BPE over text with a mark for each space, before the first word too, and 256 byte tokens."""
-    texts = [records(number) for number in range(4)]
-    trained = Tokenizer(BPE())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=220, show_progress=False))
-    pieces, merges = trained.get_vocab(), _merges(trained)
-    names = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        *sorted(pieces, key=pieces.__getitem__),
-    ]
-    core = Tokenizer(
-        BPE({name: i for i, name in enumerate(names)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    core.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return _with_chat(
-        PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    )
+    return _with_chat(studies.transplant.sentencepiece([records(number) for number in range(4)], 479))
 
 
 @cache
@@ -96,15 +75,15 @@ def folder(path: Path, model: Any, words: PreTrainedTokenizerFast) -> Path:
     return path
 
 
-def donor(size: int, seed: int = 5) -> LlamaForCausalLM:
-    model = network(1, seed=seed)
+def donor(size: int, seed: int = 5) -> Any:
+    model: Any = network(1, seed=seed)
     model.resize_token_embeddings(size, mean_resizing=False)
     with torch.no_grad():
         model.get_input_embeddings().weight.normal_()
     return model
 
 
-def phi(size: int) -> PhiForCausalLM:
+def phi(size: int) -> Any:
     """A head of its own, with a bias."""
     config = PhiConfig(
         vocab_size=size,
@@ -143,7 +122,7 @@ def spelling(words: PreTrainedTokenizerFast, text: str) -> list[int]:
 def test_a_row_is_that_of_the_same_token_or_the_mean_of_its_pieces(theirs: Any, ours: Any, tmp_path: Path) -> None:
     """By what both tokenizers decode and encode, instead of how they write a token."""
     theirs, ours = theirs(), ours()
-    model, target = donor(len(ours) + 10), network()
+    model, target = donor(len(ours) + 10), donor(300)
     target.resize_token_embeddings(len(theirs) + 3, mean_resizing=False)
     old = model.get_input_embeddings().weight.detach().clone()
     made = begun(tmp_path, model, ours, target, theirs)
@@ -182,11 +161,11 @@ def test_bytes_of_broken_characters_have_the_row_of_the_same_byte(tmp_path: Path
             assert torch.equal(
                 rows[theirs.convert_tokens_to_ids(names[theirs])], old[ours.convert_tokens_to_ids(names[ours])]
             )
-    for words, names in (
+    for words, spelt in (
         (sentencepiece(), ["a", "<0xE2>", "<0x96>", "b"]),
         (tokenizer(), ["a", "\u00e2", "\u0138", "b"]),
     ):
-        assert Pieces(words, 999, "here").spell(b"a\xe2\x96b") == words.convert_tokens_to_ids(names)
+        assert Pieces(words, 999, "here").spell(b"a\xe2\x96b") == words.convert_tokens_to_ids(spelt)
 
 
 @pytest.mark.parametrize("words", [byte_level, sentencepiece])

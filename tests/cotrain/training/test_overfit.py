@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,9 @@ def test_every_kind_learns_its_text_and_drafts_so(
     assert ("its drafts in the engine give the same tau" in said) is (kind != "hybrid")
 
 
-SHIFTED = {  # a state late by one: each draft learns another position than the one at which it is served
+SHIFTED: dict[
+    str, tuple[Any, str, Any]
+] = {  # a state late by one: each draft learns another position than the one at which it is served
     "independent": (
         IndependentStudent,
         "everywhere",
