@@ -48,16 +48,7 @@ class FakeVLLM:
             self.asked.append(ids)
             self.requests.append(request)
             self.sampled += request["max_tokens"] > 1
-            new, generator = list[int](), torch.Generator().manual_seed(request.get("seed", 0))
-            for _ in range(request["max_tokens"]):
-                after = self.model(torch.tensor([ids + new])).logits[0, -1]
-                if self.says is not None:
-                    new.append(self.says)
-                elif temperature := request.get("temperature", 0) * self.heat:
-                    new.append(int((after / temperature).softmax(-1).multinomial(1, generator=generator)))
-                else:
-                    new.append(int(after.argmax()))
-                time.sleep(self.pause)
+            new = self._continued(ids, request)
             rounds, accepted = len(new) // 2, len(new) - len(new) // 2
             self.rounds, self.accepted = self.rounds + rounds, self.accepted + accepted
             self.by_depth = [self.by_depth[0] + min(rounds, accepted), self.by_depth[1] + max(accepted - rounds, 0)]
@@ -96,6 +87,19 @@ class FakeVLLM:
             steps.append({str(token): {"logprob": float(logprobs[i, token])} for token in {b, *top[i]}})
         choice = {"text": "", "token_ids": new, "finish_reason": "length", "prompt_logprobs": steps}
         return 200, {"choices": [choice], "kv_transfer_params": {"hidden_states_path": str(path)}}
+
+    def _continued(self, ids: list[int], request: dict[str, Any]) -> list[int]:
+        new, generator = list[int](), torch.Generator().manual_seed(request.get("seed", 0))
+        for _ in range(request["max_tokens"]):
+            after = self.model(torch.tensor([ids + new])).logits[0, -1]
+            if self.says is not None:
+                new.append(self.says)
+            elif temperature := request.get("temperature", 0) * self.heat:
+                new.append(int((after / temperature).softmax(-1).multinomial(1, generator=generator)))
+            else:
+                new.append(int(after.argmax()))
+            time.sleep(self.pause)
+        return new
 
     def _write(self, path: Path, lock: Any, written: dict[str, torch.Tensor], fault: str | None) -> None:
         if fault != "lost":

@@ -59,7 +59,7 @@ class Draft(Settings):
 
 class _Started(Draft):
     path: Path = None
-    """The draft folder to start from, with init=pretrained."""
+    """The draft folder to start from, with init=pretrained; with init=transplant a small LM."""
 
 
 class _Headed(_Started):

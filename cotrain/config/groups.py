@@ -29,6 +29,7 @@ from cotrain.config.base import (
 from cotrain.losses.names import LOSSES
 
 TrainingSize = Annotated[Size, Mark.TRAINING]
+OF_PATH = ("pretrained", "transplant")  # values of init= with which draft.path= has the initial weights
 
 
 class Regime(Settings):
@@ -138,11 +139,12 @@ class Init(Settings):
         "scratch": {"kind": "scratch", "layers": []},
         "target_layers": {},
         "pretrained": {"kind": "pretrained", "layers": []},
+        "transplant": {"kind": "transplant", "layers": []},
     }
 
-    kind: Annotated[str, one_of("scratch", "target_layers", "pretrained")] = "target_layers"
+    kind: Annotated[str, one_of("scratch", "target_layers", *OF_PATH)] = "target_layers"
     """scratch, target_layers, or pretrained: the folder draft.path=, of the same or a related kind; the draft has its
-    shape and known tokens."""
+    shape and known tokens. transplant, for independent drafts: draft.path= is a small LM with another tokenizer."""
     layers: list[int] = [0, 1, -2, -1]
     """Indices of the target's layers; -1 is the last."""
 

@@ -79,6 +79,8 @@ class Student(Protocol):
     features: the layouts (`export.engines.FEATURES`) in which a feature draft is exported; () for other kinds.
     parallel: whether one pass drafts all tokens of a round.
     sourced: whether it can draft for an encoder-decoder.
+    memorises: the acceptance of the first drafted token that it learns at least on a few texts that it sees again and
+    again, whatever the target (overfit=true).
     layouts: serving engine -> the module in cotrain/export that writes this kind for it. None: every engine loads this
     kind, in the plain Hugging Face layout.
     """
@@ -93,6 +95,7 @@ class Student(Protocol):
     features: tuple[str, ...] = ()
     parallel: bool = False
     sourced: bool = False
+    memorises: float = 0.95
     layouts: Mapping[str, str] | None = None
     network: PreTrainedModel
     target: PreTrainedModel | None

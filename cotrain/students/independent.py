@@ -1,7 +1,8 @@
 """An independent draft: a small causal LM that reads only the text, and no states of the target.
 
 It begins with random weights (init=scratch), layers of the target (init=target_layers), or the weights of any Hugging
-Face model (init=pretrained). Drafts of other kinds begin with a draft folder through `pretrained_network`.
+Face model (init=pretrained; `transplant` has init=transplant). Drafts of other kinds begin with a draft folder through
+`pretrained_network`.
 
 For an encoder-decoder, init=target_layers gives a draft with some of the decoder's layers. Its encoder is the target's,
 which is frozen and has already read the input, or a trainable copy of its first layers (draft.encoder_layers=). With
@@ -100,7 +101,7 @@ class IndependentStudent(Student):
         elif init.kind == "target_layers":
             network = from_layers(target, init.layers, draft.encoder_layers)
         else:
-            network = causal_lm(_checked_path(cls, draft), target)
+            network = causal_lm(checked_path(cls, draft), target)
             refuse_other_sources(network, target, f"draft.path={draft.path}")
             if "markov" not in type(draft).model_fields:
                 remove_markov_head(network)
@@ -394,22 +395,34 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
     to ids for which a draft has no row. If the target is on the meta device, which stores no weights, the returned
     model is too.
 
-    Raises ValueError for a model with a small head or Markov head for more ids than the target has, for tensors that
-    are missing or not finite, for wrong ids in a pruned head, and for a model that the engine cannot run.
+    Raises ValueError for a model with a small head or Markov head for more ids than the target has, and as `read_lm`
+    does.
     """
-    theirs, config = target.config.get_text_config().vocab_size, _config(path)
+    theirs, config = target.config.get_text_config().vocab_size, config_of(path)
     ours = config.get_text_config().vocab_size
     if ours > theirs and CausalLM.has_parts(config):
         raise ValueError(
             f"draft.path={path}: its small head or Markov head has {ours} ids, but the target has {theirs}: set "
             "target.path= to the target that this draft was made for"
         )
+    return read_lm(path, config, target.device, min(ours, theirs))
+
+
+def read_lm(path: str, config: PretrainedConfig, device: torch.device, rows: int) -> PreTrainedModel:
+    """Return the causal LM or encoder-decoder of a folder or hub id, in float32. config: its own. rows: the number of
+    ids that it has afterwards. device: the target's; on the meta device, which stores no weights, the returned model is
+    too.
+
+    Raises ValueError for tensors that are missing or not finite, for wrong ids in a pruned head, and for a model that
+    the engine cannot run.
+    """
+    ours = config.get_text_config().vocab_size
     options: dict[str, Any] = {}
     if config.is_encoder_decoder:
         config.update(_no_dropout(config))
         options["config"] = config
-    if target.device.type == "meta":
-        config.get_text_config().vocab_size = min(ours, theirs)
+    if device.type == "meta":
+        config.get_text_config().vocab_size = rows
         with torch.device("meta"):
             sketch = cast(PreTrainedModel, CausalLM(config))
         try:
@@ -431,8 +444,8 @@ def causal_lm(path: str, target: PreTrainedModel) -> PreTrainedModel:
             f"draft.path={path}: its config.json is not for these weights: replace it; shapes differ in {names}"
         )
     require_sound(model, f"draft.path={path}")
-    if ours > theirs:
-        model.resize_token_embeddings(theirs)
+    if rows != ours:
+        model.resize_token_embeddings(rows)
     network: PreTrainedModel = model
     return network
 
@@ -447,7 +460,7 @@ def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
         )
 
 
-def _config(path: str) -> PretrainedConfig:
+def config_of(path: str) -> PretrainedConfig:
     """Return the config of a model folder or hub id. Raises ValueError, which names draft.path, if there is none."""
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
@@ -464,7 +477,7 @@ def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedM
     ValueError, which names draft.path=, if it is null, for a folder of another kind or for a target of other sizes, and
     for tensors that are missing, superfluous, not finite or of other shapes than config.json says.
     """
-    path = _checked_path(student, draft)
+    path = checked_path(student, draft)
     kind, where = kind_of(student.kind), f"draft.path={path}"
     if not Path(path).is_dir():
         raise ValueError(f"{where}: no such folder: with init=pretrained name the folder of a {student.kind} draft")
@@ -489,15 +502,17 @@ def published_network(layout: Published, target: PreTrainedModel) -> PreTrainedM
     return network
 
 
-def _checked_path(student: type[Student], draft: Draft) -> str:
+def checked_path(student: type[Student], draft: Draft, init: str = "pretrained") -> str:
     """Return draft.path. Raises ValueError if it is null, or if the kind of the draft in this folder is neither the
-    student's nor one that it can begin with (`Student.begins_with`)."""
+    student's nor, with init=pretrained, one that it can begin with (`Student.begins_with`). init: the value of
+    init=."""
     path = draft.path
     if not path:
-        raise ValueError("init=pretrained: it takes its weights from a folder or hub id: name one with draft.path=")
+        raise ValueError(f"init={init}: it takes its weights from a folder or hub id: name one with draft.path=")
     if Path(path).is_dir():
         folder = read(path)
-        kinds = (student.kind,) if folder.layout else (student.kind, *student.begins_with)
+        alone = folder.layout or init != "pretrained"
+        kinds = (student.kind,) if alone else (student.kind, *student.begins_with)
         if (folder.metadata or folder.layout) and folder.kind not in kinds:
             raise ValueError(
                 f"draft.path={path}: a draft of kind {folder.kind}, but draft={student.kind} can only begin with one "

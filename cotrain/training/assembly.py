@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from cotrain.config.groups import Loss
+from cotrain.config.groups import OF_PATH, Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
 from cotrain.data.texts import Texts, joined_texts, none, shared_texts
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
@@ -17,8 +17,9 @@ from cotrain.ranks import rank
 from cotrain.rollout.samplers import Sampler
 from cotrain.rollout.training_texts import Share
 from cotrain.students.base import Student, student_class
+from cotrain.students.transplant import transplanted
 from cotrain.teacher.server_states import COMPARED, ServerReader, agreement
-from cotrain.teacher.target_model import Head
+from cotrain.teacher.target_model import Head, load_words
 from cotrain.training import optim
 from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
@@ -42,17 +43,19 @@ def initial(cfg: TrainConfig, target: PreTrainedModel) -> PreTrainedModel:
     do not fit the target, and for a setting of the initial weights or of the training that would have no effect."""
     draft, init = cfg.draft, cfg.init
     if draft.trained:
-        if draft.path and init.kind != "pretrained":
+        if draft.path and init.kind not in OF_PATH:
             raise ValueError(
                 f"draft.path={draft.path} has no effect with init={init.kind}: set init=pretrained, or leave out "
                 "draft.path="
             )
-    elif init.kind == "pretrained":
-        raise ValueError(f"init=pretrained: {draft.kind} drafts are not trained; set init=scratch")
+    elif init.kind in OF_PATH:
+        raise ValueError(f"init={init.kind}: {draft.kind} drafts are not trained; set init=scratch")
     elif draft.quantisation != "none":
         raise ValueError(
             f"draft.quantisation={draft.quantisation}: {draft.kind} drafts are not trained; set draft.quantisation=none"
         )
+    if init.kind == "transplant":
+        return transplanted(draft, target, load_words(cfg.target.path, cfg.target.trust_remote_code))
     return student_class(draft.kind).initial(draft, init, target)
 
 

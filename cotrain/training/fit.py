@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from cotrain.board import tags
 from cotrain.board.curves import log, tensorboard
+from cotrain.config.groups import OF_PATH
 from cotrain.config.groups import Trainer as TrainerSettings
 from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
@@ -49,7 +50,7 @@ from cotrain.training.progress import NEVER, Bar, Clock, Progress
 from inference.drafts.atomic import write_atomic
 
 CHECKPOINT, SHARDED = "checkpoints/last.ckpt", "fsdp2"
-START = "start.json"  # the held-out figures of the draft that a training with init=pretrained began with
+START = "start.json"  # the held-out figures of the draft that a training with draft.path= began with
 SHOWN = 12  # number of tokens that an error shows of a text
 VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, see `Distillation.judge`
 
@@ -178,7 +179,7 @@ def _judge_start(job: Job, module: Distillation, trainer: lightning.Trainer) -> 
     """Score the draft before its first step. The figures of one that begins with a draft folder are kept in START, and
     a line says how far its acceptance is from that in its record."""
     trainer.validate(module, VALIDATION, verbose=False)
-    if job.cfg.init.kind == "pretrained" and not rank():
+    if job.cfg.init.kind in OF_PATH and not rank():
         start = per_text(module.scores(), module.held_out)
         write_atomic(job.folder / START, json.dumps(start))
         print(*at_start(start, own_acceptance(Path(str(job.cfg.draft.path)))), sep="\n")

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.board.curves import WANDB
 from cotrain.config.drafts import DRAFTS
-from cotrain.config.groups import Bench, Trainer
+from cotrain.config.groups import OF_PATH, Bench, Trainer
 from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
 from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_rows
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
@@ -487,8 +487,11 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
 
 
 def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
-    """Check the model draft.path=, if the run reads it: it must have weights and the target's token ids."""
-    if (path := cfg.draft.path) and _named(cfg):
+    """Check the model draft.path=, if the run reads it: it must have weights and, but for init=transplant, the target's
+    token ids."""
+    if (path := cfg.draft.path) and cfg.init.kind == "transplant":
+        _weights("draft.path", Path(path))
+    elif path and _named(cfg):
         if not Path(path).is_dir() or published(Path(path)) is None:
             own = load_words(path, key="draft.path")
             _weights("draft.path", Path(path))
@@ -499,8 +502,8 @@ def _draft_path(cfg: TrainConfig, tokenizer: Tokenizer) -> None:
 
 
 def _named(cfg: TrainConfig) -> bool:
-    """Return whether the run reads draft.path=: with init=pretrained, and for kinds that are not trained."""
-    return cfg.init.kind == "pretrained" or (not cfg.draft.trained and cfg.draft.path is not None)
+    """Return whether the run reads draft.path=: with some values of init=, and for kinds that are not trained."""
+    return cfg.init.kind in OF_PATH or (not cfg.draft.trained and cfg.draft.path is not None)
 
 
 def _size_settings(cfg: TrainConfig) -> str:
