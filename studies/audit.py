@@ -1,6 +1,7 @@
 """What `cotrain audit` sees: faults of speculative decoding planted in this engine, and runs without one.
 
-    cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=200 measure=false output=outputs/audited
+    cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=60 rollout.texts=80 rollout.held_out_texts=8 \
+        rollout.temperatures=[0.7] trainer.validations=1 trainer.threads=1 measure=false output=outputs/audited
     python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50]
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of

@@ -116,7 +116,7 @@ def test_counters_are_those_of_the_texts_alone_and_requests_carry_each_prompts_s
     monkeypatch.setattr("cotrain.bench.server_parity.stable_counters", lambda client: client.counted())
     prompts = [[1, 2], [3], [1, 2]]
     with running(FakeVLLM(network(1), tmp_path, [1])) as fake:
-        fake.drafts = True
+        fake.drafts, fake.heat = True, 0.0
         longer = replace(plan, bench=SimpleNamespace(**vars(plan.bench) | {"new_tokens": 25}))
         tokens, seconds, counted = server_parity.over_http(Client(fake.url), longer)(prompts, 2)
     assert counted == Served(rounds=36, drafted=72, accepted=39, by_depth=(36, 3)) and seconds > 0

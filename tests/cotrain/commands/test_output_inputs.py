@@ -32,6 +32,7 @@ def texts_of(schema: type[Settings]) -> set[str]:
 
 # text that is no path; a new setting of text is marked as a path or stands here
 WORDS = {
+    "p",
     "quantisation.kind",
     "draft.quantisation",
     "init.kind",
@@ -117,6 +118,7 @@ def test_every_setting_of_text_is_a_word_or_guarded_as_a_path() -> None:
         "log",
         "policy.file",
         "costs",
+        "texts",
     }
 
 

@@ -44,7 +44,7 @@ def test_a_phase_resumes_at_its_step_on_every_process(world: int, accumulate: in
 def test_texts_are_read_before_training_under_the_keys_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where training sees all of them, and no sooner."""
     job, met = job_of("trainer.steps=2", "trainer.accumulate=1"), list[Any]()
-    fill = lambda ids, keys, progress, source: met.append((ids, keys))  # noqa: E731
+    fill = lambda ids, keys, progress, source, length: met.append((ids, keys))  # noqa: E731
     module: Any = SimpleNamespace(teacher=SimpleNamespace(read=None, fill=fill))
     corpus, sampled = texts(4, 100), texts(8, 200)
     fit._remember(job, module, corpus, sampled)
