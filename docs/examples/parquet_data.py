@@ -16,14 +16,14 @@ place.mkdir(parents=True, exist_ok=True)
 
 texts = sentences(400)
 model = target(place / "target", texts)
-rows = {"question": texts, "domain": ["letters" if number % 2 else "stories" for number in range(len(texts))]}
+rows = {"note": texts, "domain": ["letters" if number % 2 else "stories" for number in range(len(texts))]}
 datasets.Dataset.from_dict(rows).to_parquet(place / "prompts.parquet")
 
 cotrain(
     "train",
     f"target.path={model}",
     f"data.path={place / 'prompts.parquet'}",
-    "data.column=question",
+    "data.column=note",
     f"output={place / 'run'}",
     *SIZES,
     "overwrite=true",
