@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.bench.server_parity import rounds_expected
 from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved
 from cotrain.config.groups import Bench
 from cotrain.config.settings import AuditConfig, sampling
@@ -18,7 +17,6 @@ from cotrain.console import answering, strict
 from cotrain.errors import UserError, user_errors
 from cotrain.page.html_page import document
 from cotrain.page.rendering import Section, html_table
-from cotrain.planning.plan import Plan
 from cotrain.rollout.samplers import Remote
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
@@ -26,22 +24,21 @@ from cotrain.training.preconditions import ids_of, outline, server
 from inference.drafts.atomic import write_atomic
 from inference.exactness.audit import Audit, ServedText, audit, from_target
 from inference.measure.environment import environment
+from inference.models.pretrained import longest_text
 from inference.request import ends_of
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
-from inference.servers.openai_client import Client, stable_counters
+from inference.servers.openai_client import Client
 
 TOP = 20  # likeliest tokens of which vLLM says the log-probabilities, without a setting of its own
 ANSWERS = ("completion", "response", "text")  # columns of texts= with the new text
 
 
 class Sample(NamedTuple):
-    """Texts to audit. prompts, texts: token ids of each prompt, and the new ids after it. rounds: the server's rounds
-    with drafts for these texts, None if it counts none."""
+    """Texts to audit. prompts, texts: token ids of each prompt, and the new ids after it."""
 
     prompts: list[list[int]]
     texts: list[list[int]]
-    rounds: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,6 +83,8 @@ def _audited(cfg: AuditConfig) -> Audit:
     with user_errors():
         load = outline(str(cfg.target.path), cfg.target.trust_remote_code) if cfg.p == "server" else models(cfg)
     target, tokenizer = load
+    if target.config.is_encoder_decoder:
+        raise UserError(f"target.path={cfg.target.path}: texts of a target with an encoder cannot be audited")
     vocabulary, plan = ids_of(tokenizer), None
     with claim(cfg.output, cfg.overwrite, command="audit") as folder:
         if folder_of_draft:
@@ -94,6 +93,7 @@ def _audited(cfg: AuditConfig) -> Audit:
             sample = _sampled(cfg, client, regime, *load)
         else:
             sample = _read(Path(str(cfg.texts)), tokenizer)
+        _require_ids(str(cfg.url or cfg.texts), sample, vocabulary, longest_text(target.config))
         if not any(sample.texts):
             raise UserError(f"{cfg.url or cfg.texts}: there is no text to audit")
         if client and cfg.p == "server":
@@ -101,9 +101,7 @@ def _audited(cfg: AuditConfig) -> Audit:
         else:
             draft = plan.proposer().language_model(1, vocabulary) if plan else None
             served = from_target(target, sample.prompts, sample.texts, regime, vocabulary, draft)
-        k = cfg.k or (folder_of_draft.metadata.k if folder_of_draft and folder_of_draft.metadata else None)
-        others = _calls(plan, k, sample) if plan and k and sample.rounds else {}
-        audited = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts, others)
+        audited = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts)
         report = {"environment": environment(), "url": cfg.url, "texts": cfg.texts, "regime": cfg.regime.model_dump()}
         report["audit"] = asdict(audited) | {"passed": audited.passed, "lines": audited.lines()}
         write_atomic(folder.path / "report.json", json.dumps(strict(report), indent=1) + "\n")
@@ -120,16 +118,32 @@ def _sampled(
     size = Bench(prompts=cfg.prompts, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens)
     final = prompts(cfg.data, size, target, tokenizer, key="prompt_tokens").final
     asked = [list(final[i % len(final)]) for i in range(cfg.prompts) for _ in range(cfg.repeats)]
-    before = stable_counters(client)
     sampler = Remote(client, tokenizer, cfg.at_once, ends_of(target))
     texts = sampler(asked, regime, cfg.new_tokens, cfg.seed, [key % 2**30 for key in row_ids(asked)])
-    after = stable_counters(client)
     if not client.sends_ids:
-        lost = sum(not text for text in texts)
-        print(f"{client.root} sends no token ids: texts are tokenized here, {lost} of {len(texts)} are left out")
+        print(f"{client.root} sends no token ids: {_again(len(texts), sum(not text for text in texts))}")
     answered = [(prompt, text) for prompt, text in zip(asked, texts, strict=True) if text]
-    rounds = (after - before).rounds if before and after else None
-    return Sample([prompt for prompt, _ in answered], [text for _, text in answered], rounds)
+    return Sample([prompt for prompt, _ in answered], [text for _, text in answered])
+
+
+def _again(texts: int, lost: int) -> str:
+    return (
+        f"{texts} texts are tokenized here, {lost} are left out; where the sampled tokens were others, an audit may "
+        "fail in the end: use a server or a file with token ids"
+    )
+
+
+def _require_ids(source: str, sample: Sample, vocabulary: int, longest: int) -> None:
+    """Raise UserError, which names the row, for a prompt or text that the target cannot read. vocabulary: number of
+    ids. longest: the most tokens of prompt and text. source: names the file or server."""
+    for row, (prompt, text) in enumerate(zip(sample.prompts, sample.texts, strict=True), 1):
+        wrong = next((one for one in [*prompt, *text] if type(one) is not int or not 0 <= one < vocabulary), None)
+        if wrong is not None:
+            raise UserError(f"{source}: text {row} has {wrong!r}, which is no token id of the target")
+        if not prompt:
+            raise UserError(f"{source}: text {row} has an empty prompt: its first token has no distribution")
+        if len(prompt) + len(text) > longest:
+            raise UserError(f"{source}: text {row} has {len(prompt) + len(text)} tokens, the target reads {longest}")
 
 
 def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
@@ -158,17 +172,8 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
         sample.prompts.append(prompt)
         sample.texts.append(list(answer or []))
     if again:
-        print(
-            f"texts={file}: {again} texts are tokenized here, {again - len(sample.texts)} are left out; where sampled "
-            "tokens were others, an audit may fail: keep token ids"
-        )
+        print(f"texts={file}: {_again(again, again - len(sample.texts))}")
     return sample
-
-
-def _calls(plan: Plan, k: int, sample: Sample) -> dict[str, float]:
-    """Return the standard score of the server's rounds under the draft's acceptance on these texts, by name."""
-    rounds, sigma = rounds_expected(plan, plan.proposer(), k, sample.prompts, sample.texts)
-    return {"target calls": ((sample.rounds or 0) - float(rounds.sum())) / sigma} if sigma else {}
 
 
 def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, ServedText]]:
@@ -183,7 +188,7 @@ def _by_server(client: Client, sample: Sample) -> Iterator[tuple[int, ServedText
             if token in likeliest:
                 x[i] = likeliest.index(token)
         p[:, TOP] = (1 - p.sum(-1)).clamp(min=0)
-        yield row, ServedText(x, p, by_id=False)
+        yield row, ServedText(x, p, named=TOP)
 
 
 def audit_page(audited: Audit, source: str) -> str:

@@ -310,8 +310,6 @@ class AuditConfig(DraftFolderConfig):
     p: Annotated[str, one_of("target", "server")] = "target"
     """Whose distributions the texts are compared with. server: the server's own log-probabilities of its likeliest
     tokens, for a target that does not fit here."""
-    k: Size | None = None
-    """The server's draft length; null: the planned one."""
     prompts: Size = 80
     repeats: Size = 2
     """Texts of each prompt."""

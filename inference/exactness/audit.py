@@ -17,16 +17,15 @@ Each is given as a standard score. Distributions that differ by rounding spread 
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from inference.exactness.likelihood import IMPOSSIBLE, moments
+from inference.exactness.likelihood import moments
 from inference.exactness.teacher_forced import whole_texts
 from inference.models.lm import LM
 from inference.sampling import Sampling, probs, wide
@@ -35,30 +34,32 @@ LEVEL = 1e-4  # probability of a false alarm
 SPREAD = 1.2  # of the scores of clean runs, whose distributions differ by rounding: 17 runs of vLLM and of this engine
 SURE = 0.99  # probability with which the smallest shift is seen that an audit names
 BINS, CELLS = 20, 4  # of ranks, and of either rank of a pair
-TIE = 0.06  # at temperature 0: the largest gap of two logits that bfloat16 explains, in root mean squares of the logits
-UNLIKELIEST = 0.002  # at temperature 0: share of tokens that may have a larger gap
+TIE = 0.06  # the largest gap of two logits that bfloat16 explains, in root mean squares of the logits
+ALLOWED = 0.002  # share of tokens that the settings cut away by a larger gap
 
 
 class ServedText(NamedTuple):
     """The n tokens of a text. x (n,): index of each token among the V outcomes of its distribution. p (n, V): the
     target's probabilities of these outcomes. q (n, V): those of the draft, None if they are not known. gap (n,): how
-    far the token's logit is below the largest one, in root mean squares of the logits; None if not known. by_id:
-    whether the outcomes are token ids, in order."""
+    far the logit of a token of probability 0 is below the smallest that is not, in root mean squares of the logits; 0
+    for others; None if not known. named: how many of the outcomes, the first, are single tokens; None for all, which
+    are the token ids in order. greedy: whether temperature is 0."""
 
     x: Tensor
     p: Tensor
     q: Tensor | None = None
     gap: Tensor | None = None
-    by_id: bool = True
+    named: int | None = None
+    greedy: bool = False
 
 
 @dataclass(frozen=True)
 class Audit:
     """The result. texts, tokens: how many were audited. scores: standard scores by name; `limit` is the largest that
-    passes. impossible: number of tokens of probability 0 (at temperature 0: that are not the likeliest, ties aside),
-    of which `allowed` are explained by rounding. nats: the smallest mean difference of the likelihood, in nats a token,
-    that would have been seen with probability `SURE`. shift: the smallest probability a token, moved from the likelier
-    half to the other, that would have been; either is inf where it cannot be judged."""
+    passes. impossible: number of tokens that the settings cut away (at temperature 0: that are not the likeliest), by
+    more than rounding explains; `allowed` of them pass. shift: the smallest total variation a token, of texts that are
+    sharper or flatter than the target's (p to some power), that would have been seen with probability `SURE`; inf if
+    none would."""
 
     texts: int
     tokens: int
@@ -66,7 +67,6 @@ class Audit:
     limit: float
     impossible: int
     allowed: int
-    nats: float
     shift: float
 
     @property
@@ -84,13 +84,16 @@ class Audit:
     def lines(self) -> list[str]:
         """Return the audit as lines of text: the verdict first, then each score and the power."""
         verdict = "the texts look sampled from the target" if self.passed else "the texts are NOT the target's"
-        said = [f"{verdict}: {self.tokens} tokens in {self.texts} texts, false alarm probability {LEVEL:g}"]
+        alarm = f", false alarm probability {LEVEL:g}" if self.scores else ""
+        said = [f"{verdict}: {self.tokens} tokens in {self.texts} texts{alarm}"]
         said += [f"  {name:<28} z {z:+7.2f}   (limit {self.limit:.2f})" for name, z in self.scores.items()]
         said.append(f"  impossible tokens            {self.impossible:7d}   (limit {self.allowed})")
-        if math.isfinite(self.shift):
+        if self.scores:
             said.append(
-                f"  would have seen, with probability {SURE:g}: {self.shift:.3f} of each token's probability moved "
-                f"between likelier and less likely tokens; {self.nats:.3f} nats a token"
+                f"  would have seen, with probability {SURE:g}, texts sharper or flatter by a total variation of "
+                f"{self.shift:.3f} a token"
+                if self.shift < 1
+                else "  too few tokens: no difference of sharpness would have been seen"
             )
         return said
 
@@ -99,16 +102,15 @@ def audit(
     served: Iterable[tuple[int, ServedText]],
     prompts: Sequence[object],
     texts: Sequence[Sequence[int]],
-    others: Mapping[str, float] = MappingProxyType({}),
 ) -> Audit:
     """Audit texts. served: pairs (index of the text, its tokens), each text once. prompts: of each text; equal prompts
-    must be equal objects. texts: the new token ids of each. others: further standard scores, by name."""
+    must be equal objects. texts: the new token ids of each."""
     seed = hash(tuple(map(tuple, texts)))  # of ids: the same in each process
     tally, partner = _Tally(seed), partners(prompts)
     for row, one in served:
         other = partner.get(row)
         tally.add(one, None if other is None else _together(texts[row], texts[other]))
-    return tally.audit(len(texts), others)
+    return tally.audit(len(texts))
 
 
 def partners(prompts: Sequence[object]) -> dict[int, int]:
@@ -153,9 +155,9 @@ def from_target(
         if draft is not None and sampling.temperature:
             blocks = whole_texts(draft.model, [prompt], [text], sampling, vocabulary)
             q = torch.cat([probs(block.logits[0], sampling) for block in blocks])
-        high = wide(logits)
-        gap = (high.amax(-1) - high.gather(-1, x.unsqueeze(-1)).squeeze(-1)) / scale
-        yield row, ServedText(x, probs(logits, sampling), q, gap if sampling.temperature == 0 else None)
+        p, high = probs(logits, sampling), wide(logits)
+        own, least = high.gather(-1, x.unsqueeze(-1)).squeeze(-1), high.masked_fill(p == 0, math.inf).amin(-1)
+        yield row, ServedText(x, p, q, ((least - own) / scale).clamp(min=0), greedy=sampling.temperature == 0)
 
 
 def rank(p: Tensor, x: Tensor, order: Tensor, u: Tensor) -> Tensor:
@@ -171,33 +173,33 @@ class _Tally:
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        self.sums = torch.zeros(3, dtype=torch.float64)  # surprise - entropy, its variance; tokens of some spread
+        self.sums = torch.zeros(3, dtype=torch.float64)  # surprise - entropy, its variance, its mean size
         self.equal = torch.zeros(2, dtype=torch.float64)  # equal tokens less those expected, and the variance
         self.favoured = torch.zeros(2, dtype=torch.float64)  # tokens with q > p less those expected, and the variance
         self.ranks: dict[str, list[Tensor]] = {}  # by order, (n,) of each text
-        self.tokens, self.impossible, self.greedy = 0, 0, False
+        self.tokens, self.impossible = 0, 0
 
     def add(self, one: ServedText, together: list[bool] | None) -> None:
         """Add a text. together: whether a second text of its prompt has the same token, up to the first difference."""
         self.tokens += len(one.x)
-        if one.gap is not None:
-            self.greedy = True
-            self.impossible += int((one.gap > TIE).sum())
-            return
         p, x = one.p, one.x
         terms = moments(p, x)
         possible = terms[:, 0].isfinite()
-        self.impossible += int((~possible).sum())
+        self.impossible += int((~possible if one.gap is None else ~possible & (one.gap > TIE)).sum())
+        if one.greedy:
+            return
         terms = terms[possible]
         self.sums += torch.stack(
-            [(terms[:, 0] - terms[:, 1]).sum(), terms[:, 2].sum(), (terms[:, 2] > 0).sum().double()]
+            [(terms[:, 0] - terms[:, 1]).sum(), terms[:, 2].sum(), _spread(p[possible], terms[:, 1]).sum()]
         ).cpu()
-        if together:
-            square = p[: len(together)].square().sum(-1, dtype=torch.float64)
-            difference = sum(together) - square.sum()
+        named = p.shape[-1] if one.named is None else one.named
+        if together:  # two tokens of an outcome that stands for several may differ: such tokens do not count
+            square = p[: len(together), :named].square().sum(-1, dtype=torch.float64)
+            alike = torch.tensor(together, device=p.device) & (x[: len(together)] < named)
+            difference = alike.sum() - square.sum()
             self.equal += torch.stack([difference, (square * (1 - square)).sum()]).cpu()
         orders = {"by p": p}
-        if one.by_id:
+        if one.named is None:
             orders["by id"] = torch.arange(p.shape[-1], device=p.device).expand_as(p)
         if one.q is not None:
             likelier = one.q > p
@@ -209,9 +211,9 @@ class _Tally:
             u = torch.rand(len(x), generator=self.generator, dtype=torch.float64).to(p.device)
             self.ranks.setdefault(name, []).append(rank(p, x, order, u)[possible].cpu())
 
-    def audit(self, texts: int, others: Mapping[str, float]) -> Audit:
-        scores = dict(others)
-        difference, variance, _ = self.sums.tolist()
+    def audit(self, texts: int) -> Audit:
+        scores: dict[str, float] = {}
+        difference, variance, size = self.sums.tolist()
         count = sum(map(len, self.ranks.get("by p", [])))
         if variance > 0:
             scores["likelihood"] = difference / math.sqrt(variance)
@@ -236,17 +238,23 @@ class _Tally:
                 scores[name] = more / math.sqrt(spread)
         normal = NormalDist()
         limit = SPREAD * normal.inv_cdf(1 - LEVEL / (2 * max(len(scores), 1)))
-        seen = limit + normal.inv_cdf(SURE)
+        # p ** (1 + e) has e * variance nats less, and a total variation of e * size / 2
+        power = (limit + SPREAD * normal.inv_cdf(SURE)) / math.sqrt(variance) if variance > 0 else math.inf
         return Audit(
             texts,
             self.tokens,
             dict(sorted(scores.items())),
             limit,
             self.impossible,
-            int((UNLIKELIEST if self.greedy else IMPOSSIBLE) * self.tokens),
-            seen * math.sqrt(variance) / count if variance > 0 else math.inf,
-            seen * 2 / math.sqrt(12 * count) if count else math.inf,
+            int(ALLOWED * self.tokens),
+            power * size / 2 / count if count and variance > 0 else math.inf,
         )
+
+
+def _spread(p: Tensor, entropy: Tensor) -> Tensor:
+    """Return the mean size (n,) of -log p(x) - H(p) for x from p (n, V). entropy (n,): H(p)."""
+    logs = p.where(p > 0, 1.0).log()
+    return (p * (logs + entropy.unsqueeze(-1)).abs()).sum(-1, dtype=torch.float64)
 
 
 def pearson(counts: Tensor) -> float:

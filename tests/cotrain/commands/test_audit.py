@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from cotrain.cli import main
+from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
 from tests.folders import own_texts, target_folder
 
@@ -44,6 +45,20 @@ def test_texts_of_a_rollout_pass_and_not_at_another_temperature(
     assert "the texts are NOT the target's" in said.out and "are not sampled from this target" in said.err
     page = (tmp_path / "out" / "report.html").read_text()
     assert "NOT the target" in page and "likelihood" in page
+
+
+def test_settings_and_a_draft_belong_to_the_audit(target: Path, tmp_path: Path) -> None:
+    """Texts with cuts pass under them alone; a draft adds its scores."""
+    own_texts(tmp_path / "own.jsonl")
+    draft = draft_folder(tmp_path / "draft", target, "independent")
+    size = ["rollout.texts=40", "rollout.prompt_tokens=6", "rollout.new_tokens=60", f"output={tmp_path / 'texts'}"]
+    cuts = ["regime.top_k=40", "regime.top_p=0.8"]
+    assert main(["rollout", f"target.path={target}", f"data.path={tmp_path / 'own.jsonl'}", *size, *cuts]) == 0
+    (file,) = (tmp_path / "texts").glob("*.parquet")
+    status, found = audited(target, tmp_path / "out", f"texts={file}", *cuts, f"draft.path={draft}")
+    assert status == 0 and {"favoured by the draft", "ranks by q / p, mean"} <= found["scores"].keys()
+    assert audited(target, tmp_path / "out", f"texts={file}")[0] == 1
+    assert audited(target, tmp_path / "out", f"texts={file}", "regime.top_k=5")[1]["impossible"] > 100
 
 
 def test_a_servers_texts_pass_and_hotter_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
@@ -84,6 +99,10 @@ def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, m
         (["texts={tmp}/none.jsonl"], "cannot be read"),
         (["texts={tmp}/half.jsonl"], "row 2 needs prompt"),
         (["texts={tmp}/empty.jsonl"], "there is no text to audit"),
+        (["texts={tmp}/beyond.jsonl"], "text 2 has 100000, which is no token id"),
+        (["texts={tmp}/messages.jsonl"], "which is no token id"),
+        (["texts={tmp}/no_prompt.jsonl"], "text 1 has an empty prompt"),
+        (["texts={tmp}/long.jsonl"], "text 1 has 131 tokens, the target reads 128"),
         (["texts={tmp}/half.jsonl", "p=server"], "set url="),
         (["url=http://127.0.0.1:1", "p=server", "regime.temperature=0.5"], "no OpenAI-compatible server"),
     ],
@@ -93,6 +112,14 @@ def test_what_cannot_be_audited_is_said(
 ) -> None:
     (tmp_path / "half.jsonl").write_text('{"prompt": [1, 2], "text": [3]}\n{"prompt": "a", "text": [3]}\n')
     (tmp_path / "empty.jsonl").write_text("")
+    for name, row in {
+        "beyond": {"prompt": [1], "text": [100000]},
+        "messages": {"prompt": [{"role": "user"}], "text": [3]},
+        "no_prompt": {"prompt": [], "text": [3]},
+        "long": {"prompt": [1], "text": [3] * 130},
+    }.items():
+        first = '{"prompt": [1], "text": [3]}\n' if name == "beyond" else ""
+        (tmp_path / f"{name}.jsonl").write_text(first + json.dumps(row))
     asked = [one.format(tmp=tmp_path) for one in settings]
     assert main(["audit", f"target.path={target}", f"output={tmp_path / 'out'}", *asked]) == 1
     assert words in capfd.readouterr().err

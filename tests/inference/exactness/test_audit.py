@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from inference.exactness.audit import LEVEL, ServedText, audit, partners, pearson, rank, standard
+from inference.exactness.audit import LEVEL, Audit, ServedText, audit, partners, pearson, rank, standard
 
 V = 7
 
@@ -28,16 +28,16 @@ def drawn(seed: int, texts: int, tokens: int, sharpness: float = 1.0, keep: floa
     return served, ids
 
 
-def audited(seed: int, **how: float) -> object:
+def audited(seed: int, **how: float) -> Audit:
     served, ids = drawn(seed, 20, 250, **how)
     return audit(served, list(range(len(ids))), ids)
 
 
 def test_scores_of_the_targets_own_texts_are_standard() -> None:
     found = [audited(seed) for seed in range(60)]
-    assert all(one.passed for one in found)  # type: ignore[attr-defined]
-    for name in found[0].scores:  # type: ignore[attr-defined]
-        scores = [one.scores[name] for one in found]  # type: ignore[attr-defined]
+    assert all(one.passed for one in found)
+    for name in found[0].scores:
+        scores = [one.scores[name] for one in found]
         assert abs(mean(scores)) < 4 / math.sqrt(60) and 0.7 < pstdev(scores) < 1.35, name
 
 
@@ -52,23 +52,30 @@ def test_scores_of_the_targets_own_texts_are_standard() -> None:
 )
 def test_other_distributions_are_seen_by_their_score(how: dict[str, float], score: str) -> None:
     found = audited(1, **how)
-    assert not found.passed and abs(found.scores[score]) > found.limit  # type: ignore[attr-defined]
+    assert not found.passed and abs(found.scores[score]) > found.limit
 
 
-def test_a_named_shift_is_seen() -> None:
-    """Of the size that an audit says that it sees with probability .99: moved from the likelier half to the other."""
-    g, tokens = torch.Generator().manual_seed(5), 5000
-    p = torch.full((tokens, 64), 1 / 64, dtype=torch.float64) + torch.arange(64) * 1e-9  # an order by p
+def test_the_smallest_difference_that_an_audit_names_is_seen() -> None:
+    """Texts of p to a power, with the total variation that an audit of as many tokens says that it sees."""
+    g, tokens, seen = torch.Generator().manual_seed(5), 4000, 0
+    p = torch.randn(tokens, 16, generator=g, dtype=torch.float64).mul(1.5).softmax(-1)
     size = audit([(0, ServedText(p.multinomial(1, generator=g).squeeze(-1), p))], [0], [[0] * tokens]).shift
-    law = torch.full((64,), 1 / 64, dtype=torch.float64)
-    law[:32] += size / 32
-    law[32:] -= size / 32
-    seen = 0
+
+    def flatter(power: float) -> torch.Tensor:
+        return p**power / (p**power).sum(-1, keepdim=True)
+
+    powers = torch.linspace(0.5, 1, 200).tolist()
+    power = min(powers, key=lambda one: abs(float((flatter(one) - p).abs().sum(-1).mean()) / 2 - size))
     for _ in range(40):
-        x = law.expand(tokens, -1).multinomial(1, generator=g).squeeze(-1)
+        x = flatter(power).multinomial(1, generator=g).squeeze(-1)
         found = audit([(0, ServedText(x, p))], [0], [[0] * tokens])
-        seen += abs(found.scores["ranks by p, mean"]) > found.limit
-    assert seen >= 36
+        seen += abs(found.scores["likelihood"]) > found.limit
+    assert 0.01 < size < 0.2 and seen >= 36
+
+
+def test_few_tokens_promise_nothing() -> None:
+    served, ids = drawn(0, 1, 2)
+    assert "too few tokens" in audit(served, [0], ids).lines()[-1]
 
 
 def test_reused_seeds_are_seen_in_texts_of_equal_prompts() -> None:
@@ -103,24 +110,44 @@ def test_the_rank_is_uniform_by_enumeration() -> None:
 
 
 def test_greedy_texts_must_have_the_likeliest_token_up_to_ties() -> None:
-    def texts(gap: Tensor) -> object:
-        return audit(
-            [(0, ServedText(torch.zeros(len(gap), dtype=torch.int64), torch.ones(len(gap), 1), gap=gap))], [0], [[0]]
-        )
+    def texts(gap: torch.Tensor) -> Audit:
+        p = torch.tensor([[1.0, 0.0]]).expand(len(gap), -1)
+        return audit([(0, ServedText((gap > 0).long(), p, gap=gap, greedy=True))], [0], [[0]])
 
     ties, wrong = torch.zeros(1000), torch.zeros(1000)
     ties[:50] = 0.02
     wrong[:5] = 1.0
-    assert texts(ties).passed and not texts(wrong).passed  # type: ignore[attr-defined]
+    assert texts(ties).passed and not texts(wrong).passed
+    assert "false alarm" not in texts(ties).lines()[0]  # nothing is drawn
 
 
-def test_impossible_tokens_fail() -> None:
+def test_tokens_that_the_settings_cut_away_fail_but_for_ties_at_the_cut() -> None:
     p = torch.full((500, 4), 1 / 3, dtype=torch.float64)
     p[:, 3] = 0
     x = torch.randint(0, 3, (500,), generator=torch.Generator().manual_seed(0))
     x[:20] = 3
-    found = audit([(0, ServedText(x, p))], [0], [x.tolist()])
-    assert found.impossible == 20 and "cannot be drawn" in found.wrong[-1]
+    gap = torch.zeros(500)
+    for size, impossible in ((0.01, 0), (1.0, 20)):
+        gap[:20] = size
+        found = audit([(0, ServedText(x, p, gap=gap))], [0], [x.tolist()])
+        assert found.impossible == impossible and found.passed == (not impossible)
+    assert "cannot be drawn" in found.wrong[-1]
+
+
+def test_outcomes_of_several_tokens_are_never_equal_texts() -> None:
+    """Of 400 tokens 20 are named: texts of a prompt that part as they should pass, at the default size."""
+    g, texts, served = torch.Generator().manual_seed(1), list[list[int]](), list[tuple[int, ServedText]]()
+    whole = torch.randn(80, 30, 400, generator=g, dtype=torch.float64).softmax(-1)
+    for row in range(160):
+        p = whole[row // 2]
+        top, ids = p.topk(20)
+        text = p.multinomial(1, generator=g)
+        named = ids == text
+        x = torch.where(named.any(-1), named.long().argmax(-1), 20)
+        served.append((row, ServedText(x, torch.cat([top, 1 - top.sum(-1, keepdim=True)], -1), named=20)))
+        texts.append(text.squeeze(-1).tolist())
+    found = audit(served, [row // 2 for row in range(160)], texts)
+    assert found.passed and abs(found.scores["equal prompts"]) < 4
 
 
 def test_a_statistic_has_its_quantile() -> None:
