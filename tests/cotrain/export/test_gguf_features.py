@@ -77,6 +77,15 @@ def test_a_draft_of_eagle_3_is_what_llamacpp_asks_for(
     assert factors.shape == (16,) and np.allclose(factors[[0, -1]], [1, 8]) and not read
 
 
+def test_an_export_leaves_the_target_as_it_was(
+    target: LlamaForCausalLM, words: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """The mask of a block draft takes the place of a token's embedding in the file alone."""
+    before = target.get_input_embeddings().weight.detach().clone()
+    write_features(filled(kinds.block(target)), target, words, tmp_path / GGUF_FILE)
+    assert torch.equal(target.get_input_embeddings().weight, before)
+
+
 @pytest.mark.parametrize("settings", [{}, {"causal": True, "markov_rank": 3, "draft_vocab_size": NARROW}])
 def test_a_block_is_what_llamacpp_asks_for(
     settings: dict[str, Any], target: LlamaForCausalLM, words: PreTrainedTokenizerFast, tmp_path: Path
