@@ -3,8 +3,8 @@
     python -m studies.gpu_carry .day
 
 Written are site.tgz (pure Python packages of this environment, bitsandbytes with its library for CUDA 13, and wheels of
-compiled ones for that machine's Python) and the GGUF file of `target=smollm2` in two pieces, of which the first travels with site.tgz. The
-folder must be ignored by git.
+compiled ones for that machine's Python) and the GGUF file of `target=smollm2` in two pieces, of which the first travels
+with site.tgz. The folder must be ignored by git.
 """
 
 import ast
@@ -41,7 +41,7 @@ THERE = set(
     "accelerate huggingface_hub jinja2 lightning markupsafe matplotlib numpy packaging peft pyarrow pytest rich "
     "safetensors tensorboard tokenizers torch transformers yaml".split()
 )
-ELSEWHERE = {"small_target", "trl", "vllm", "vllm_repair", "wandb"}
+ELSEWHERE = {"small_target", "trl", "vllm", "vllm_repair", "wandb", "xllamacpp"}
 # of plotly a page needs its JavaScript alone; of bitsandbytes one library of many
 LEFT_OUT = (
     "__pycache__",

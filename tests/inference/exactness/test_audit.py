@@ -6,7 +6,6 @@ from statistics import mean, pstdev
 
 import pytest
 import torch
-from torch import Tensor
 
 from inference.exactness.audit import LEVEL, Audit, ServedText, audit, partners, pearson, rank, standard
 
