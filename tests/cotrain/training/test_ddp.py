@@ -17,6 +17,7 @@ from cotrain.commands import train
 from cotrain.errors import UserError
 from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
+from tests.folders import own_texts
 
 SETTINGS = [
     "trainer.precision=32-true",
@@ -75,7 +76,9 @@ def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path],
 @pytest.mark.thorough
 def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     """Also with steps in which the adapter has no gradient."""
+    own_texts(place / "more.jsonl", 900)  # of fewer too few held-out texts begin differently
     given = (
+        f"data.path={place / 'more.jsonl'}",
         "mode=joint",
         "joint.warm_steps=3",
         "joint.steps=4",
