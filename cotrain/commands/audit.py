@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from cotrain.console import answering, strict
 from cotrain.errors import UserError, user_errors
 from cotrain.page.html_page import document
 from cotrain.page.rendering import Section, html_table
+from cotrain.planning.page import Planned
 from cotrain.rollout.samplers import Remote
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
@@ -39,14 +40,6 @@ class Sample(NamedTuple):
 
     prompts: list[list[int]]
     texts: list[list[int]]
-
-
-@dataclass(frozen=True)
-class _Title:
-    """The subject of the page's heading."""
-
-    name: str
-    partial: bool = False
 
 
 def run(cfg: AuditConfig) -> None:
@@ -199,4 +192,4 @@ def audit_page(audited: Audit, source: str) -> str:
         Section("scores", "Standard scores", html_table(["", "found", "limit"], rows)),
         Section("power", "What would have been seen", html_table(["", ""], [[audited.lines()[-1].strip(), ""]])),
     ]
-    return document([(_Title(source), audited.lines()[0])], sections, "cotrain audit")
+    return document([(Planned(source), audited.lines()[0])], sections, "cotrain audit")

@@ -125,11 +125,16 @@ def write_file(
     for tensor, values in tensors(model, architecture):
         packed, kind = pack_tensor(tensor, values, stored)
         writer.add_tensor(tensor, packed, raw_dtype=kind)
+    write_all(writer)
+    return remarks
+
+
+def write_all(writer: GGUFWriter) -> None:
+    """Write what was added to the writer, and close its file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return remarks
 
 
 def stored_as(dtype: str) -> tuple[GGMLQuantizationType, LlamaFileType]:

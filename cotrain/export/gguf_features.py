@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cotrain.errors import UserError
-from cotrain.export.gguf import ENGINE, add_sizes, add_words, pack_tensor, permuted, rope_factors, stored_as
+from cotrain.export.gguf import ENGINE, add_sizes, add_words, pack_tensor, permuted, rope_factors, stored_as, write_all
 from inference.drafts.published import LAYER, renamed
 from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import FeatureNetwork
@@ -90,10 +90,7 @@ def write_features(
         else:
             packed, kind = pack_tensor(name, values, stored)
             writer.add_tensor(name, packed, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_all(writer)
     return remarks
 
 
