@@ -1,6 +1,6 @@
 """How far the acceptance of a draft falls when its target is tuned, and what a short refresh gives back.
 
-    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240] [--old-steps 240] [--tuning 60]
+    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240 2400] [--old-steps 240] [--tuning 60]
 
 The target is the bundled one, with and without a LoRA adapter that is tuned here on pages of Python's documentation as
 `pydoc` prints them, a layout that the target has not seen. All drafts are independent ones of the shape of two of the
@@ -40,14 +40,14 @@ from inference.measure.environment import environment
 
 LENGTH, BATCH = 256, 4  # tokens and texts of a tuning step
 PAGE = 4_000  # characters of a text
-AT_ONCE = 6  # trainings
+AT_ONCE = 1  # trainings
 TUNED = "tuning.json"  # the figures of the tuning, in the adapter's folder
 STARTS = {
     "pretrained": [],
     "target_layers": ["init.layers=[0,-1]"],
     "scratch": ["draft.width=256", "draft.layers=2", "draft.intermediate=768"],
 }
-SETTINGS = """data.chat=false trainer.corpus_steps=0 measure=false trainer.validations=1 rollout.texts=192
+SETTINGS = """data.chat=false trainer.corpus_steps=0 measure=false trainer.validations=1 rollout.texts=800
 rollout.held_out_texts=48 rollout.prompt_tokens=48 rollout.new_tokens=96 rollout.temperatures=[1.0]""".split()
 
 
@@ -128,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240])
+    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240, 2400])
     parser.add_argument("--old-steps", type=int, default=240)
     parser.add_argument("--tuning", type=int, default=60)
     given = parser.parse_args()

@@ -1,13 +1,13 @@
 """Acceptance over a training with init=transplant, beside init=scratch and init=target_layers of the same shape.
 
     python -m studies.transplant donor FOLDER [--minutes 3]
-    python -m studies.transplant train FOLDER INIT [--steps 240]
+    python -m studies.transplant train FOLDER INIT [--steps 2600]
     python -m studies.transplant report FOLDER OUT.json
 
 `donor` trains a small LM on the embedded corpora, with a tokenizer of SentencePiece's kind, in FOLDER/donor. `train`
 trains a draft of the bundled target from INIT, one of transplant, scratch and target_layers, on the texts that the
 target sampled (data/rollouts), and writes FOLDER/INIT.json: the mean acceptance of the first drafted token on held-out
-texts at temperature 1, before the first step and after each quarter of the steps. All drafts have the shape of two
+texts at temperature 1, before the first step and after each fifth of the steps. All drafts have the shape of two
 layers of the target, so a step takes the same time in each. Minutes and seconds are of the process's CPU, with one
 thread (OMP_NUM_THREADS=1): they do not depend on what else the machine does. `report` puts the files together.
 """
@@ -42,7 +42,7 @@ from studies.pretrain import pretraining
 from studies.training_rates import config
 
 SPACE = "\u2581"
-VOCABULARY, CONTEXT, LAYERS, QUARTERS = 2500, 512, 2, 4
+VOCABULARY, CONTEXT, LAYERS, VALIDATIONS = 2500, 512, 2, 5
 ROWS, BLOCK = 4, 256  # of a step of the donor's training
 BYTES = {"code": 8_000_000, "prose": 2_500_000, "records": 750_000}
 HELD_OUT = {"code": 60_000, "prose": 30_000, "records": 10_000}
@@ -148,7 +148,7 @@ def learn(folder: Path, start: str, steps: int, *settings: str) -> dict[str, Any
     register()
     chosen = [one.format(folder=folder) for one in STARTS[start]]
     chosen += ["measure=false", "rollout.temperatures=[1]", f"trainer.steps={steps}", "trainer.threads=1"]
-    chosen += [f"trainer.validations={QUARTERS}", f"trainer.cache={folder}/states", "data.shares={code:0.4,prose:0.4}"]
+    chosen += [f"trainer.validations={VALIDATIONS}", f"trainer.cache={folder}/states", "data.shares={code:0.4,prose:0.4}"]
     cfg = config([*chosen, *settings])
 
     def write(job: Job, module: Any, steps: int, *_: Any) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def main(arguments: list[str]) -> None:
         parts.add_parser(name).add_argument("folder", type=Path)
     parts.choices["donor"].add_argument("--minutes", type=float, default=3)
     parts.choices["train"].add_argument("init", choices=sorted(STARTS))
-    parts.choices["train"].add_argument("--steps", type=int, default=240)
+    parts.choices["train"].add_argument("--steps", type=int, default=2600)
     parts.choices["report"].add_argument("out", type=Path)
     asked = parser.parse_args(arguments)
     if asked.part == "donor":
