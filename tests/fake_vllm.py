@@ -64,8 +64,8 @@ class FakeVLLM:
             return 0, {}
         if fault == "unwell":
             return 503, {"error": "the engine has died"}
-        if fault == "rejected":
-            return 400, {"error": "the prompt is too long"}
+        if fault and fault.isdigit():
+            return int(fault), {"error": "the prompt is too long"}
         path = self.folder / f"{next(self.numbers)}.safetensors"
         held = torch.stack([normed[0] if layer == last else states[layer][0] for layer in self.layers], 1)
         written = {
@@ -75,7 +75,7 @@ class FakeVLLM:
         if fault == "cut":
             written["hidden_states"] = held[:-1]
         if fault == "NaN":
-            written["hidden_states"] = held * float("nan")
+            written["hidden_states"][0, 0, 0] = float("nan")
         lock = open(f"{path}.lock", "w")
         fcntl.flock(lock, fcntl.LOCK_EX)
         wait = {"late": 0.05, "locked": 1.0}.get(fault or "", 0.0)

@@ -1,7 +1,7 @@
 """Speeds of two running servers of one target, one with a draft, at several numbers of concurrent requests."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ class ServersCell:
         tokens: new tokens of each server.
         plain, drafted: tokens per second over HTTP, prefill included.
         speedup: drafted / plain, bootstrapped over batches of prompts.
-        tau: tokens per target call that verified drafts, by the counters of the server with the draft; None if it shows
-            none.
-        predicted: tau on held-out texts after the draft's training, and its draft length; None if not known.
+        tau: tokens per target call that verified drafts, by the counters of the server with the draft.
+        predicted: tau on held-out texts after the draft's training, and its draft length; None if not known, or if the
+            server drafts another number of tokens.
     """
 
     concurrent: int
@@ -36,16 +36,15 @@ class ServersCell:
     plain: float
     drafted: float
     speedup: Interval
-    tau: float | None
+    tau: float
     predicted: tuple[float, int] | None
 
     def line(self) -> str:
-        tau = "no counters" if self.tau is None else f"tau {self.tau:.2f}"
         expected = ", {:.2f} on held-out texts with k={}".format(*self.predicted) if self.predicted else ""
         low, high = self.speedup.low, self.speedup.high
         return (
             f"{self.concurrent} at once: {self.plain:.1f} -> {self.drafted:.1f} tokens/s, {self.speedup.value:.2f}x "
-            f"[{low:.2f}, {high:.2f}], {tau}{expected}"
+            f"[{low:.2f}, {high:.2f}], tau {self.tau:.2f}{expected}"
         )
 
     def report(self) -> dict[str, Any]:
@@ -83,34 +82,43 @@ def measured(
     seed: int = 0,
 ) -> list[ServersCell]:
     """Return a cell for each number of concurrent requests. Both servers continue the same prompts in turn. predicted:
-    see `ServersCell`. Raises the errors of `Client.complete` and `server_arm`."""
+    see `ServersCell`. Raises the errors of `Client.complete` and `server_arm`, and ValueError if by their counters
+    `plain` drafts or `drafted` does not."""
     cells = []
     for number in concurrent:
         arms = [
             server_arm(name, client, sampling, new_tokens, number)
             for name, client in ((PLAIN, plain), (WITH_DRAFT, drafted))
         ]
-        before = stable_counters(drafted)
+        before = [stable_counters(client) for client in (plain, drafted)]
         timing = interleave(arms, prompts, number, seed)
-        tau = _tau(before, stable_counters(drafted))
+        after = [stable_counters(client) for client in (plain, drafted)]
+        idle, counted = (_between(*pair) for pair in zip(before, after, strict=True))
+        if idle:
+            raise ValueError(f"url={plain.root}: this server drafts; start it without --speculative-config")
+        if not counted:
+            raise ValueError(f"url_draft={drafted.root}: this server does not draft, or shows no counters of it")
+        same = predicted if predicted and round(counted.drafted / counted.rounds) == predicted[1] else None
         speed, speedup = timing.speed, timing.ratio(WITH_DRAFT, PLAIN)
         tokens = new_tokens * len(prompts)
-        cells.append(ServersCell(number, tokens, speed(PLAIN), speed(WITH_DRAFT), speedup, tau, predicted))
+        cells.append(ServersCell(number, tokens, speed(PLAIN), speed(WITH_DRAFT), speedup, counted.tau, same))
     return cells
 
 
-def trained_for(run: Path) -> tuple[float, int] | None:
-    """Return tau on held-out texts after a training, and its draft length. run: the folder of `cotrain train`. None if
-    it is no such folder."""
+def trained_for(run: Path, regime: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Return tau on held-out texts after a training, and its draft length. run: the folder of `cotrain train`. regime:
+    the settings of the regime that is served. None if `run` is no such folder, or of another regime, or if its tau is
+    not of the rule that servers have, `token`."""
     try:
-        tau = read_json(run / FIGURES)["tau"]
-        return float(tau), int(read_json(run / MARKER)["settings"]["policy"]["k"])
+        tau, settings = read_json(run / FIGURES)["tau"], read_json(run / MARKER)["settings"]
+        alike = settings["regime"] == regime and settings["verify"] == "token"
+        return (float(tau), int(settings["policy"]["k"])) if alike else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
 
-def _tau(before: Served | None, after: Served | None) -> float | None:
-    """Return tau between two readings of a server's counters, None without counters or rounds."""
+def _between(before: Served | None, after: Served | None) -> Served | None:
+    """Return what a server drafted between two readings of its counters, None without counters or rounds."""
     if before is None or after is None or after.rounds == before.rounds:
         return None
-    return (after - before).tau
+    return after - before

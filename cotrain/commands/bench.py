@@ -130,7 +130,7 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
             regime,
             size.new_tokens,
             cfg.concurrent,
-            servers.trained_for(Path(draft_path).parent),
+            servers.trained_for(Path(draft_path).parent, cfg.regime.model_dump()),
             size.seed,
         )
         report = {

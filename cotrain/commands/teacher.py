@@ -26,11 +26,10 @@ def run(cfg: TeacherConfig) -> None:
         command, environment = serving(cfg)
     there = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())
     print(f"{there} {shlex.join(command)}".lstrip())
-    print(
-        f"then: cotrain train target.path={cfg.target.path} draft={cfg.draft.kind} init=scratch measure=false "
-        f"teacher.url=http://127.0.0.1:{cfg.port}",
-        flush=True,
-    )
+    same = [f"target.path={cfg.target.path}", f"draft={cfg.draft.kind}"]
+    same += [f"draft.{key}={value}" for key, value in cfg.draft.model_dump(exclude_defaults=True).items()]
+    url = f"teacher.url=http://127.0.0.1:{cfg.port}"
+    print("then:", shlex.join(["cotrain", "train", *same, "init=scratch", "measure=false", url]), flush=True)
     if cfg.python:
         raise SystemExit(subprocess.run(command, env=os.environ | environment).returncode)
 

@@ -20,7 +20,7 @@ from cotrain.errors import UserError
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from cotrain.teacher.servers import Servers, servers_at
-from cotrain.teacher.target_model import Head, Reader, Record
+from cotrain.teacher.target_model import Head, Reader, Record, require_whole
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, layers_of, widened
 
@@ -33,7 +33,7 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
     all layers; a call of its body raises UserError.
 
     path: a folder or hub id. dtype: "auto" means the checkpoint's dtype, or float32 if the CPU would emulate it. Raises
-    ValueError for an encoder-decoder, since servers do not give its encoder's states.
+    ValueError for an encoder-decoder, since servers do not give its encoder's states, and as `require_whole` does.
     """
     whole = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if whole.is_encoder_decoder:
@@ -47,14 +47,16 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
         text.layer_types = []
     model_class: Any = auto_class(short)
     with unreported():
-        model = model_class.from_pretrained(
+        model, info = model_class.from_pretrained(
             path,
             config=short,
             dtype=dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             device_map=f"cuda:{local_rank()}" if torch.cuda.is_available() else "cpu",
+            output_loading_info=True,
         )
+    require_whole(model, path, info)
     if dtype == "auto":
         widened(model)
     # GPT-2 and others have the number of layers under another name in to_dict()
@@ -132,7 +134,8 @@ class ServerReader:
         read = torch.stack([pad(part, (0, 0, 0, 0, 0, width - len(part))) for part in states]).to(self.target.dtype)
         read = sent(read, self.target.device)
         record = {layer: read[:, :, place] for place, layer in enumerate(self.layers)}
-        last: Tensor = self.norm(read[:, :, -1])
+        with torch.autocast(read.device.type, enabled=False):  # mixed precision is for the draft only
+            last: Tensor = self.norm(read[:, :, -1])
         return {LAST: last} | record
 
 
@@ -173,18 +176,21 @@ def served_elsewhere(
 
 @torch.no_grad()
 def agreement(reader: Reader, head: Head, texts: Sequence[list[int]]) -> str:
-    """Return a line for the user about the log-probabilities of some texts' tokens: those from the servers' states and
-    the head here, compared with those that the first server computes itself. texts: token ids of each. reader: a
-    `ServerReader`."""
+    """Return a line for the user about the log-probabilities of some texts' tokens: those from each server's states and
+    the head here, compared with those that the same server computes itself. This finds another head, norm or dtype, not
+    other layers. texts: token ids of each, at least one of two tokens. reader: a `ServerReader`."""
     assert isinstance(reader, ServerReader)
     gaps, masses = list[Tensor](), list[Tensor]()
-    owns = reader.servers.map(lambda client, ids: client.own_logprobs(ids).double(), texts)
-    for ids, own in zip(texts, owns, strict=True):
-        states = reader(torch.tensor([ids]))[LAST]
-        here = head(states[0, :-1]).double().log_softmax(-1)
-        here = here.gather(1, torch.tensor(ids[1:], device=here.device)[:, None])[:, 0].cpu()
-        gaps.append((here - own).abs())
-        masses.append((here.exp() - own.exp()).abs())
+    texts = [ids for ids in texts if len(ids) > 1]
+    for client in reader.servers.clients:
+        alone = ServerReader(Servers([client], 1), reader.target, reader.layers)
+        owns = alone.servers.map(lambda client, ids: client.own_logprobs(ids).double(), texts)
+        for ids, own in zip(texts, owns, strict=True):
+            states = alone(torch.tensor([ids]))[LAST]
+            here = head(states[0, :-1]).double().log_softmax(-1)
+            here = here.gather(1, torch.tensor(ids[1:], device=here.device)[:, None])[:, 0].cpu()
+            gaps.append((here - own).abs())
+            masses.append((here.exp() - own.exp()).abs())
     gap, mass = torch.cat(gaps), torch.cat(masses)
     line = (
         f"teacher: log-probabilities of {len(gap)} tokens by the servers' states differ from their own by "

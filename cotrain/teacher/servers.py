@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
 from itertools import count
 from typing import Any, TypeVar
 from urllib.error import HTTPError
@@ -17,23 +18,27 @@ from inference.servers.openai_client import Completion
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 PATIENCE = 600.0  # seconds in which some server must answer
-TIMEOUT = 120.0  # seconds in which a server must answer a request
+TIMEOUT = 120.0  # seconds in which a server must answer a request for states
+SLOWEST = 0.5  # further seconds for each new token of a text: many texts are sampled at once
 PAUSE = 1.0  # seconds between requests while no server is well
-DOWN = 10.0  # seconds in which a server that failed is not asked if another one is well
+DOWN = 10.0  # seconds in which a server that failed is not asked if another one is well; twice as long each next time
+LONGEST_DOWN = 640.0
 REJECTED = (400, 401, 403, 404, 413, 422)  # answers that asking again does not change
+APART = 0.1  # of the states' mean size: more than kernels and dtypes explain
 TRIES = 3  # of a text whose states came back wrong
-CLOSED = threading.Event()  # no request is repeated any more: the run has ended
+closed = threading.Event()  # set when no request of the present run is repeated any more
 
 
 @contextmanager
 def open_servers() -> Iterator[None]:
     """Let requests be repeated until the block ends. Afterwards threads that wait for a server give up, so that the
     process can end."""
-    CLOSED.clear()
+    global closed
+    closed = ends = threading.Event()  # those of a run before stay closed
     try:
         yield
     finally:
-        CLOSED.set()
+        ends.set()
 
 
 class Servers:
@@ -49,6 +54,8 @@ class Servers:
     def __init__(self, clients: Sequence[StatesClient], at_once: int = 8) -> None:
         self.clients, self.turns = clients, count()
         self.well_at = [0.0] * len(clients)  # when each may be asked again
+        self.failures = [0] * len(clients)  # of each, since its last answer
+        self.closed = closed
         self.rows = at_once * len(clients)
         self.pool = ThreadPoolExecutor(self.rows)
 
@@ -64,15 +71,18 @@ class Servers:
     def call(self, ask: Callable[[StatesClient], Result]) -> Result:
         """Return ask(client) of a server that is well."""
         end, wrong = time.monotonic() + PATIENCE, 0
-        while not CLOSED.is_set():
+        while not self.closed.is_set():
             number = self._next()
             try:
-                return ask(self.clients[number])
+                answer = ask(self.clients[number])
+                self.failures[number] = 0
+                return answer
             except ConnectionError as error:
                 rejected = isinstance(error.__cause__, HTTPError) and error.__cause__.code in REJECTED
                 if rejected or time.monotonic() > end:
                     raise UserError(f"teacher.url: {error}; start the same command again to resume") from error
-                self.well_at[number] = time.monotonic() + DOWN
+                self.well_at[number] = time.monotonic() + min(DOWN * 2 ** self.failures[number], LONGEST_DOWN)
+                self.failures[number] += 1
             except NoStates as error:
                 raise UserError(f"teacher.url: {error}") from error
             except WrongStates as error:
@@ -80,7 +90,7 @@ class Servers:
                 if wrong == TRIES:
                     raise UserError(f"teacher.url: {error}") from error
             if min(self.well_at) > time.monotonic():
-                CLOSED.wait(PAUSE)
+                self.closed.wait(PAUSE)
         raise UserError("teacher.url: the run has ended")
 
     def _next(self) -> int:
@@ -95,7 +105,9 @@ class Servers:
         """Return a completion of every prompt, as `Client.complete` does. seeds: one per prompt."""
 
         def one(client: StatesClient, item: tuple[Any, int]) -> Completion:
-            return client.complete([item[0]], max_new_tokens, sampling, [item[1]], at_once=1)[0]
+            patient = copy(client)
+            patient.timeout = TIMEOUT + SLOWEST * max_new_tokens
+            return patient.complete([item[0]], max_new_tokens, sampling, [item[1]], at_once=1)[0]
 
         return self.map(one, zip(prompts, seeds, strict=True))
 
@@ -109,10 +121,20 @@ def servers_at(urls: Sequence[str], layers: Sequence[int], at_once: int = 8) -> 
         raise UserError(f"teacher.url: {error}: start the server, or leave it out of teacher.url=") from error
 
 
-def require_states(urls: Sequence[str], layers: Sequence[int]) -> None:
-    """Raise UserError naming teacher.url unless every server gives the states of `layers` for a short text."""
+def require_states(urls: Sequence[str], layers: Sequence[int], width: int) -> None:
+    """Raise UserError naming teacher.url unless every server gives the states of `layers` for a short text, of this
+    width, and nearly those of the first server."""
+    first = None
     for url in urls:
         try:
-            StatesClient(url, layers, timeout=TIMEOUT).states([1, 2, 3])
+            states = StatesClient(url, layers, timeout=TIMEOUT).states([*range(1, 9)]).double()
         except (ConnectionError, ValueError) as error:
             raise UserError(f"teacher.url: {error}") from error
+        if states.shape[2] != width:
+            raise UserError(f"teacher.url: {url} has states of width {states.shape[2]}, target.path= of {width}")
+        first = states if first is None else first
+        if (apart := float((states - first).abs().mean() / first.abs().mean())) > APART:
+            raise UserError(
+                f"teacher.url: {url} and {urls[0]} give other states of one text, by {apart:.2f} of their size: start "
+                "both with one model"
+            )

@@ -222,7 +222,8 @@ class DiskCache:
         inputs = (ids, position_ids, source, length)
         names = [_digest(*(None if part is None else part[row] for part in inputs)) for row in range(len(ids))]
         records = {name: record for name in names if (record := self._load(name)) is not None}
-        missing = [row for row, name in enumerate(names) if not self._whole(name)]
+        # a damaged shard is gone with all its texts; another thread may have stored a text since
+        missing = [row for row, name in enumerate(names) if name not in records or not self._whole(name)]
         if missing:
             with torch.autocast(ids.device.type, enabled=False):  # mixed precision is for the draft only
                 record = self.read(*(None if part is None else part[missing] for part in inputs))
@@ -296,8 +297,9 @@ def _digest(ids: Tensor | None, position_ids: Tensor | None, source: Tensor | No
     for part in (ids, position_ids, *(() if source is None else (source,))):  # caches of causal LMs keep their names
         digest.update(b"" if part is None else part.long().cpu().numpy().tobytes())
         digest.update(f"{len(ids)}".encode())
-    if length is not None and not ids[length - 1]:  # else the length follows from the ids
-        digest.update(f"length {int(length)}".encode())
+    size = len(ids) if length is None else int(length)
+    if not ids[size - 1]:  # else the length follows from the ids
+        digest.update(f"length {size}".encode())
     return digest.hexdigest()
 
 

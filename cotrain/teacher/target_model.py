@@ -59,6 +59,21 @@ class Seen:
     states: Mapping[int, Tensor]
 
 
+def require_whole(model: PreTrainedModel, path: str, info: Mapping[str, Any]) -> None:
+    """Raise ValueError if weights of a model are missing or not finite; those without storage are not looked at. path:
+    the model's folder or hub id. info: what transformers says about its loading."""
+    if info["missing_keys"]:
+        raise ValueError(
+            f"target.path: {path} is incomplete, name a whole model: missing {', '.join(sorted(info['missing_keys']))}"
+        )
+    for name, weight in model.named_parameters():
+        if weight.is_floating_point() and not weight.is_meta and not bool(torch.isfinite(weight).all()):
+            raise ValueError(
+                f"target.path: {path} has NaN or infinite weights in {name}: name another model, or set "
+                "target.dtype=float32"
+            )
+
+
 def load_target(
     path: str,
     quantisation: str = "none",
@@ -91,16 +106,7 @@ def load_target(
         output_loading_info=True,
     )
     model, info = loaded
-    if info["missing_keys"]:
-        raise ValueError(
-            f"target.path: {path} is incomplete, name a whole model: missing {', '.join(sorted(info['missing_keys']))}"
-        )
-    for name, weight in model.named_parameters():
-        if weight.is_floating_point() and not weight.is_meta and not bool(torch.isfinite(weight).all()):
-            raise ValueError(
-                f"target.path: {path} has NaN or infinite weights in {name}: name another model, or set "
-                "target.dtype=float32"
-            )
+    require_whole(model, path, info)
     if model.get_input_embeddings().weight.is_meta:
         raise ValueError(
             f"target.device_map: the GPUs are too small for the embeddings of {path}: leave out target.device_map="

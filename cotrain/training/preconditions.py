@@ -377,7 +377,8 @@ def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokeniz
     """Raise UserError unless each server of teacher.url= gives the states that the draft reads, for a short text."""
     if cfg.teacher.urls:
         final_norm(target)
-        require_states(cfg.teacher.urls, served_layers(cfg.draft.kind, draft, target, tokenizer))
+        layers = served_layers(cfg.draft.kind, draft, target, tokenizer)
+        require_states(cfg.teacher.urls, layers, target.config.get_text_config().hidden_size)
 
 
 def served_layers(kind: str, draft: PreTrainedModel, target: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:

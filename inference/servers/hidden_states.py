@@ -28,6 +28,7 @@ ON_VLLM = Path(__file__).with_name("on_vllm")
 ON_CPU = {"kv_connector": "HiddenStatesOnCPU", "kv_connector_module_path": "states_on_cpu"}
 LAYERS = "layers_"
 LOCKED = 60.0  # seconds in which a server must have written a file
+OLD = 1800.0
 
 
 class WrongStates(ValueError):
@@ -65,22 +66,27 @@ class StatesClient(Client):
     does not answer, rejects a request, or answers in another form.
 
     Such a server writes a file for every request. The file is deleted once it is read, or at once if the request was
-    not for states.
+    not for states. Files of requests that were given up stay, until the first states that a later client reads from the
+    folder (`sweep`).
     """
 
     def __init__(self, url: str, layers: Sequence[int], **arguments: Any) -> None:
-        self.layers = tuple(layers)
+        self.layers, self.swept = tuple(layers), False
         super().__init__(url, **arguments)
 
     def _read(self, path: str, read: Callable[[str], T], body: dict[str, Any] | None = None) -> T:
-        def alone(answer: str) -> T:
-            try:
-                return read(answer)
-            finally:
-                if body and (file := _file(answer)):
-                    discard(file)
+        left = list[Path]()
 
-        return super()._read(path, read if read is _file else alone, body)
+        def noting(answer: str) -> T:
+            if body and (file := _file(answer)):
+                left.append(file)
+            return read(answer)
+
+        try:
+            return super()._read(path, noting, body)
+        finally:
+            for file in left if read is not _file else []:
+                discard(file)
 
     def states(self, ids: list[int]) -> Tensor:
         """Return the states (n, layers, D) of a text of n ids; entry (i, l) is after id i, at layer number l of the
@@ -101,6 +107,9 @@ class StatesClient(Client):
                 f"{self.root} writes states to {path.parent}, which is not visible here: server and training must "
                 "share this folder under the same path"
             )
+        if not self.swept:
+            self.swept = True
+            sweep(path.parent)
         return read_states(path, ids, len(self.layers))
 
     def own_logprobs(self, ids: list[int]) -> Tensor:
@@ -166,6 +175,14 @@ def discard(path: Path) -> None:
         raise NoStates(
             f"{path} cannot be deleted: run server and training as one user, or make {path.parent} writable for both"
         ) from error
+
+
+def sweep(folder: Path) -> None:
+    """Delete the files of states in a folder that are older than OLD seconds: nobody reads them any more."""
+    for path in folder.glob("*.safetensors"):
+        with suppress(OSError, NoStates):
+            if time.time() - path.stat().st_mtime > OLD:
+                discard(path)
 
 
 def _file(answer: str) -> Path | None:

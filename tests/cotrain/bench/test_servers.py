@@ -33,14 +33,16 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
 
 def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
     plain, drafted = pair
-    cells = measured(Client(plain.url), Client(drafted.url), PROMPTS, Sampling(), 4, [1, 2], (2.5, 3))
+    cells = measured(Client(plain.url), Client(drafted.url), PROMPTS, Sampling(), 4, [1, 2], (2.5, 2))
     assert [cell.concurrent for cell in cells] == [1, 2]
     for cell in cells:
         assert 1 < cell.speedup.low <= cell.speedup.value
         assert cell.tau == 2 and cell.tokens == 16 and cell.plain < cell.drafted
     # each number begins with a batch that is not recorded
     assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2
-    assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=3" in cells[0].line()
+    assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=2" in cells[0].line()
+    (cell,) = measured(Client(plain.url), Client(drafted.url), PROMPTS[:2], Sampling(), 2, [1], (2.5, 3))
+    assert cell.predicted is None and "held-out" not in cell.line()  # the server drafts two tokens a round
 
 
 def test_each_prompt_has_its_seed_on_both_servers_and_texts_do_not_end_early(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
@@ -67,10 +69,15 @@ def test_a_server_that_closes_connections_ends_the_measurement(pair: tuple[FakeV
         measured(*clients, PROMPTS, Sampling(), 4, [2], None)
 
 
-def test_without_counters_there_is_no_tau(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
-    plain, _ = pair
-    (cell,) = measured(Client(plain.url), Client(plain.url), PROMPTS[:2], Sampling(), 2, [2], None)
-    assert cell.tau is None and "no counters" in cell.line() and cell.line().endswith("counters")
+def test_servers_that_are_not_what_they_are_said_to_be_are_refused(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
+    plain, drafted = (Client(one.url) for one in pair)
+    for first, second, said in (
+        (plain, plain, f"url_draft={plain.root}: this server does not draft"),
+        (drafted, plain, f"url={drafted.root}: this server drafts"),
+        (drafted, drafted, f"url={drafted.root}: this server drafts"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            measured(first, second, PROMPTS[:2], Sampling(), 2, [2], None)
 
 
 def test_the_command_measures_on_prompts_of_the_draft(
@@ -90,14 +97,30 @@ def test_the_command_measures_on_prompts_of_the_draft(
     ):
         assert main([*given, f"url={plain.url}", *wrong.split()]) == 1
     capsys.readouterr()
-    assert main([*given, f"url={plain.url}", f"url_draft={drafted.url}"]) == 0
-    assert "2 at once: " in capsys.readouterr().out
+    regime = {"temperature": 0.5, "top_k": 0, "top_p": 1.0}
+    (tmp_path / "run" / FIGURES).write_text('{"tau": 2.25}')
+    marker = {"settings": {"policy": {"k": 2}, "verify": "token", "regime": regime}}
+    (tmp_path / "run" / MARKER).write_text(json.dumps(marker))
+    given += [f"url={plain.url}", f"url_draft={drafted.url}", "regime.temperature=0.5", "overwrite=true"]
+    seeds = []
+    for seed in (3, 4):
+        plain.requests.clear()
+        assert main([*given, f"bench.seed={seed}"]) == 0
+        assert "2 at once: " in capsys.readouterr().out
+        seeds.append({body["seed"] for body in plain.requests})
+        assert {body["temperature"] for body in plain.requests} == {0.5}
+    assert not seeds[0] & seeds[1]
     (cell,) = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
-    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] is None and cell["tokens"] == 8
+    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] == [2.25, 2] and cell["tokens"] == 8
 
 
 def test_what_held_out_texts_foretold_is_read_from_the_run(tmp_path: Path) -> None:
-    assert trained_for(tmp_path) is None
+    """It is of the regime and the rule that servers have."""
+    regime = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    assert trained_for(tmp_path, regime) is None
     (tmp_path / FIGURES).write_text('{"tau": 2.25}')
-    (tmp_path / MARKER).write_text('{"settings": {"policy": {"k": 4}}}')
-    assert trained_for(tmp_path) == (2.25, 4)
+    for rule in ("block", "token"):
+        settings = {"policy": {"k": 4}, "regime": regime, "verify": rule}
+        (tmp_path / MARKER).write_text(json.dumps({"settings": settings}))
+        assert trained_for(tmp_path, regime) == ((2.25, 4) if rule == "token" else None)
+    assert trained_for(tmp_path, regime | {"temperature": 0.0}) is None

@@ -75,6 +75,22 @@ def test_a_batch_that_is_begun_twice_is_read_once_with_all_its_inputs() -> None:
         assert all(map(torch.equal, asked[-1], (ids, *others.values())))
 
 
+def test_stored_texts_are_not_begun() -> None:
+    asked: list[Tensor] = []
+
+    def read(ids: Tensor, *_: object) -> Record:
+        asked.append(ids)
+        return {LAST: ids.unsqueeze(-1).float()}
+
+    texts, keys = torch.arange(6).view(3, 2), torch.arange(3)
+    teacher = MemoryCache(read, limit=10**6)
+    teacher.fill(texts[:2], keys[:2])
+    teacher.begin({"ids": texts[:2], "key": keys[:2]})
+    assert not teacher.early and len(asked) == 1
+    teacher.begin({"ids": texts[1:], "key": keys[1:]})
+    assert len(teacher.early) == 1
+
+
 def test_records_rest_in_main_memory() -> None:
     with standin.device():
         texts, keys = torch.arange(3)[:, None].repeat(1, 4), torch.arange(3)

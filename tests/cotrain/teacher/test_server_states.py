@@ -1,6 +1,8 @@
 """A target that runs on a server: its states are those of a target in the process, whatever the server goes through."""
 
 import json
+import math
+import os
 import random
 import shlex
 import shutil
@@ -8,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from cotrain.errors import UserError
 from cotrain.evaluation.held_out import held_out
 from cotrain.rollout.samplers import Remote
 from cotrain.students.base import student_class
-from cotrain.teacher import servers
+from cotrain.teacher import server_states, servers
 from cotrain.teacher.server_states import agreement, asked_layers, final_norm, load_ends, served_elsewhere
 from cotrain.teacher.servers import servers_at
 from cotrain.teacher.states_cache import DiskCache, MemoryCache
@@ -33,7 +36,7 @@ from cotrain.training.preconditions import RunOutline
 from cotrain.training.preflight import estimate_need
 from inference import Sampling
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, layers_of
+from inference.models.pretrained import auto_class, head_of, layers_of, length_of
 from inference.servers import hidden_states
 from tests.fake_vllm import FakeVLLM, running
 from tests.folders import VOCABULARY, network, target_folder, tokenizer
@@ -55,8 +58,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     monkeypatch.setattr(servers, "DOWN", 0.02)
     monkeypatch.setattr(servers, "PATIENCE", 20.0)
-    servers.CLOSED.clear()
-    with running(FakeVLLM(network(3), tmp_path, [1, 2, 3])) as fake:
+    with servers.open_servers(), running(FakeVLLM(network(3), tmp_path, [1, 2, 3])) as fake:
         yield fake
 
 
@@ -140,9 +142,102 @@ def test_one_of_two_servers_goes_on_alone(folder: Path, server: FakeVLLM, tmp_pa
     assert all(torch.equal(left[layer], both[layer]) for layer in both)
 
 
+def test_servers_that_fail_rest_longer_and_longer_until_they_answer(server: FakeVLLM) -> None:
+    some = servers_at([server.url] * 3, (), 4)
+    assert some.rows == 12
+    rested = []
+    server.faults = ["503", "503", "503", None, "503"]
+
+    def asked(client: hidden_states.StatesClient) -> object:
+        some.well_at[1:] = [math.inf] * 2  # only the first is asked
+        if client is not some.clients[0]:
+            raise AssertionError("a server that rests longer was asked")
+        rested.append(some.well_at[0] - time.monotonic())
+        return client.complete([[1]], 1, Sampling(0), [0])
+
+    some.call(asked)
+    some.call(asked)
+    first, second, third, after_an_answer = (rested[i + 1] for i in (0, 1, 2, 4))
+    assert some.failures == [0, 0, 0] and len(rested) == 6
+    assert first < second < third and after_an_answer < second
+
+
+def test_a_server_that_rests_does_not_hold_up_another(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PAUSE", 30.0)
+    some = servers_at([server.url] * 2, (), 4)
+    server.faults = ["503"]
+    clock = time.monotonic()
+    some.call(lambda client: client.complete([[1]], 1, Sampling(0), [0]))
+    assert time.monotonic() - clock < 15
+
+
+def test_a_long_text_may_take_longer_than_states(server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "TIMEOUT", 0.5)
+    monkeypatch.setattr(servers, "PATIENCE", 0.0)
+    server.pause = 0.2
+    (text,) = servers_at([server.url], (), 4).complete([[1]], 6, Sampling(0), [0])
+    assert text.ids and len(text.ids) == 6
+
+
+def test_files_that_nobody_reads_are_deleted_when_they_are_old(folder: Path, server: FakeVLLM) -> None:
+    left = [server.folder / f"{name}.safetensors" for name in ("old", "young", "unlocked")]
+    for file in left:
+        file.write_bytes(b"")
+        os.utime(file, (0, 0) if file.stem != "young" else None)
+    for file in left[:2]:
+        Path(f"{file}.lock").write_bytes(b"")
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    read(IDS)
+    assert {file.stem for file in server.folder.glob("*.safetensors")} == {"young", "unlocked"}
+
+
+def test_every_server_must_give_the_states_of_one_target(folder: Path, server: FakeVLLM, tmp_path: Path) -> None:
+    require = partial(servers.require_states, layers=[1, 2, 3])
+    require([server.url], width=64)
+    with pytest.raises(UserError, match=f"{server.url} has states of width 64, target.path= of 32"):
+        require([server.url], width=32)
+    changed = network(3)
+    with torch.no_grad():
+        changed.model.layers[1].mlp.down_proj.weight.mul_(3)
+    with running(FakeVLLM(changed, tmp_path / "other", [1, 2, 3])) as other:
+        with pytest.raises(UserError, match=f"{other.url} and {server.url} give other states of one text"):
+            require([server.url, other.url], width=64)
+    with running(FakeVLLM(network(3), tmp_path / "third", [2, 3])) as other:
+        with pytest.raises(UserError, match="layers_2_3, but this run reads those of layers_1_2_3"):
+            require([server.url, other.url], width=64)
+
+
+def test_parts_of_the_target_that_are_missing_or_damaged_are_named(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    for name, value in (("model.norm.weight", None), ("model.embed_tokens.weight", torch.nan)):
+        changed = {key: one for key, one in weights.items() if key != name or value is not None}
+        if value is not None:
+            changed[name] = torch.full_like(weights[name], value)
+        save_file(changed, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=name):
+            load_ends(str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize("code", servers.REJECTED)
+def test_a_request_that_is_rejected_is_not_repeated(code: int, server: FakeVLLM) -> None:
+    server.faults = [str(code)] * 2
+    with pytest.raises(UserError, match=f"answered {code}.*the prompt is too long"):
+        servers_at([server.url], (), 4).call(lambda client: client.complete([[1]], 1, Sampling(0), [0]))
+    assert len(server.asked) == 1
+
+
+def test_each_prompt_keeps_its_seed(server: FakeVLLM) -> None:
+    prompts, seeds = [[5, n] for n in range(6)], [11 * n for n in range(6)]
+    servers_at([server.url] * 2, (), 4).complete(prompts, 2, Sampling(0.5), seeds)
+    assert {(*one["prompt"], one["seed"]) for one in server.requests} == {
+        (*prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)
+    }
+
+
 def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
-    server.faults = ["rejected"]
+    server.faults = ["400"]
     with pytest.raises(UserError, match=r"teacher.url: .* answered 400: .*the prompt is too long"):
         read(IDS[:1])
     assert len(server.asked) == 1
@@ -152,6 +247,7 @@ def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch:
     others, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2])
     with pytest.raises(UserError, match="layers_1_2_3, but this run reads those of layers_2_3: start the server"):
         others(IDS[:1])
+    assert not list(server.folder.iterdir())
     monkeypatch.setattr(servers, "PATIENCE", 0.05)
     server.faults = ["unwell"] * 1000
     with pytest.raises(UserError, match="answered 503.*start the same command again to resume"):
@@ -174,19 +270,37 @@ def test_requests_to_a_server_that_closes_connections_end(
         return
     with pytest.raises(UserError, match="^teacher.url: the run has ended"), ThreadPoolExecutor(1) as thread:
         with servers.open_servers():
+            read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
             reading = thread.submit(read, IDS)
             while len(server.asked) < 6:
                 time.sleep(0.01)
-        reading.result()
+        with servers.open_servers():  # of a next run in this process
+            reading.result()
 
 
-def test_the_servers_own_probabilities_are_compared(folder: Path, server: FakeVLLM) -> None:
+def test_the_servers_own_probabilities_are_compared(
+    folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends = load_ends(str(folder))
     read, head = served_elsewhere([server.url], ends, VOCABULARY, [1, 2])
     assert "of 10 tokens" in (line := agreement(read, head, IDS.tolist())) and "e-0" in line
     with torch.no_grad():
         final_norm(ends).weight.mul_(2)  # type: ignore[union-attr,operator]
     assert float(agreement(read, head, IDS.tolist()).rpartition(" ")[2]) > 1e-4
+    monkeypatch.setattr(server_states, "FAR", 1e-5)
+    assert agreement(read, head, [[3], *IDS.tolist()]).startswith("warning: teacher: ")
+
+
+def test_each_servers_own_probabilities_are_compared(folder: Path, server: FakeVLLM, tmp_path: Path) -> None:
+    other = network(3)
+    with torch.no_grad():
+        other.model.norm.weight.mul_(3)
+    with running(FakeVLLM(other, tmp_path / "other", [1, 2, 3])) as second:
+        both = [server.url, second.url]
+        for urls in (both, both[::-1]):
+            read, head = served_elsewhere(urls, load_ends(str(folder)), VOCABULARY, [1, 2])
+            line = agreement(read, head, IDS.tolist())
+            assert "of 20 tokens" in line and float(line.rpartition(" ")[2]) > 1e-4
 
 
 SMALL = {
@@ -291,7 +405,7 @@ def test_a_training_sends_texts_with_all_their_zeros(folder: Path, tmp_path: Pat
         data.path={tmp_path / "own.jsonl"} output={tmp_path / "run"}"""
         assert main(given.split()) == 0
     sampled = [body["prompt"] for body in fake.requests if body["max_tokens"] == 6]
-    read = [body["prompt"] for body in fake.requests if body["max_tokens"] == 1 and body["prompt"] != [1, 2, 3]]
+    read = [body["prompt"] for body in fake.requests if body["max_tokens"] == 1 and body["prompt"] != [*range(1, 9)]]
     assert {*map(tuple, read)} == {(*prompt, *[0] * 6) for prompt in sampled}
     assert len(read) > 10 and len({*map(len, sampled)}) == len(sampled)
 
@@ -322,7 +436,7 @@ def test_the_parts_here_have_the_dtype_of_a_whole_target(folder: Path, tmp_path:
 def test_a_server_that_hangs_leaves_the_others_their_time(
     folder: Path, server: FakeVLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(servers, "TIMEOUT", 0.3)
+    monkeypatch.setattr(servers, "TIMEOUT", 0.9)
     monkeypatch.setattr(servers, "DOWN", 20.0)
     with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
         other.faults = ["hangs"] * 20
@@ -344,12 +458,12 @@ def test_texts_are_sampled_by_all_servers_and_leave_no_files(folder: Path, serve
     prompts = [[5, n] for n in range(9)]
     with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
         both = servers_at([server.url, other.url], (), 4)
+        assert both.rows == 8
         found = Remote(both, tokenizer(), both.rows, frozenset({0}))(prompts, Sampling(0), 3, 1, list(range(9)))
         assert len(server.asked) and len(other.asked) and len(server.asked) + len(other.asked) == 9
         one = Remote(servers_at([server.url], (), 4), tokenizer(), 4, frozenset({0}))
         assert found == one(prompts, Sampling(0), 3, 1, list(range(9))) and len({*map(tuple, found)}) > 3
         assert not list(server.folder.iterdir()) and not list(other.folder.iterdir())
-        server.faults = ["unwell"] * 3  # states alone; a text goes to the other server
     assert found == Remote(both, tokenizer(), 4, frozenset({0}))(prompts, Sampling(0), 3, 1, list(range(9)))
 
 
@@ -394,7 +508,7 @@ def test_the_last_batch_is_learnt_too() -> None:
     begun: list[dict[str, Any]] = []
     batches = [{"n": n} for n in range(3)]
     seen = [(batch["n"], len(begun)) for batch in Ahead(batches, begun.append)]
-    assert seen == [(0, 2), (1, 3), (2, 3)] and begun == batches
+    assert seen == [(0, 2), (1, 3), (2, 3)] and begun == batches  # each is begun while the one before it is learnt
 
 
 def test_a_server_that_does_not_answer_is_named(
@@ -411,8 +525,8 @@ def test_the_command_names_the_layers_that_the_draft_reads(
     """And folder, parallelism, and what `cotrain train` needs; on a CPU, vLLM's connector is replaced."""
     given = ["teacher", f"target.path={folder}", f"output={tmp_path / 'states'}"]
     for settings, layers, connector in (
-        (["draft=eagle", "gpus=4"], [1, 3], "ExampleHiddenStatesConnector"),
-        (["draft=medusa", "gpus=0"], [3], "HiddenStatesOnCPU"),
+        (["draft=eagle", "draft.intermediate=64", "gpus=4"], [1, 3], "ExampleHiddenStatesConnector"),
+        (["draft=medusa", "draft.depths=3", "gpus=0"], [3], "HiddenStatesOnCPU"),
     ):
         assert main([*given, *settings]) == 0
         command, then = capsys.readouterr().out.splitlines()
@@ -423,7 +537,12 @@ def test_the_command_names_the_layers_that_the_draft_reads(
         assert transfer["kv_connector"] == connector
         place = Path(transfer["kv_connector_extra_config"]["shared_storage_path"])
         assert place == tmp_path / "states" / ("layers_" + "_".join(map(str, layers)))
-        assert ("--tensor-parallel-size" in words) == (connector != "HiddenStatesOnCPU") and "teacher.url=" in then
+        on_cpu = connector == "HiddenStatesOnCPU"
+        assert ("--tensor-parallel-size" in words) == (not on_cpu) and "teacher.url=" in then
+        assert words["--dtype"] == ("float32" if on_cpu else "auto")
+        longest = length_of(network(3).config)  # a request for states asks for one token more
+        assert f"--max-model-len {longest + 1}" in command
+        assert "draft.depths=3" in then if on_cpu else "draft.intermediate=64" in then
 
 
 @pytest.mark.parametrize(

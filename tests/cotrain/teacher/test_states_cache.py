@@ -42,6 +42,32 @@ def test_texts_on_disk_are_not_read_again(tmp_path: Path) -> None:
     assert second.count == 3
 
 
+def test_texts_of_other_lengths_are_other_texts(tmp_path: Path) -> None:
+    """Also those that end in id 0, which is padding in others, and those that come beside stored ones."""
+
+    def read(ids: Tensor, _: object, __: object, length: Tensor) -> Record:
+        """Each state says how long its text is."""
+        return {LAST: length[:, None, None].float().expand(-1, ids.shape[1], 1).contiguous()}
+
+    rows = torch.tensor([[5, 9, 0, 0], [5, 0, 0, 0], [5, 9, 7, 0]])
+    texts = [(row, length) for row in rows for length in range(1, 5)]
+    texts = [(row, length) for row, length in texts if not row[length:].any()]
+    cache = DiskCache(read, tmp_path, MAKER)
+    for some in (texts[::2], texts, texts[::-1]):
+        ids, lengths = torch.stack([row for row, _ in some]), torch.tensor([length for _, length in some])
+        assert cache(ids, length=lengths)[LAST][:, 0, 0].tolist() == lengths.tolist()
+
+
+def test_a_row_without_a_length_is_a_whole_text(tmp_path: Path) -> None:
+    reads = Reads()
+    cache = DiskCache(reads, tmp_path, MAKER)
+    ids = torch.tensor([[5, 9, 0, 0, 0]])
+    cache(ids, length=torch.tensor([2]))
+    cache(ids)
+    cache(ids, length=torch.tensor([5]))
+    assert reads.count == 2
+
+
 @pytest.mark.parametrize("key", MAKER)
 def test_states_of_another_target_raise(tmp_path: Path, key: str) -> None:
     DiskCache(Reads(), tmp_path, MAKER)(IDS)
