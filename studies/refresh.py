@@ -1,6 +1,7 @@
 """How far the acceptance of a draft falls when its target is tuned, and what a short refresh gives back.
 
-    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240 2400] [--old-steps 240] [--tuning 60]
+    python -m studies.refresh WORK outputs/results/refresh.json [--steps 60 240] [--old-steps 240] [--tuning 60]
+        [--starts pretrained target_layers scratch]
 
 The target is the bundled one, with and without a LoRA adapter that is tuned here on pages of Python's documentation as
 `pydoc` prints them, a layout that the target has not seen. All drafts are independent ones of the shape of two of the
@@ -128,9 +129,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
     parser.add_argument("report", type=Path)
-    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240, 2400])
+    parser.add_argument("--steps", type=int, nargs="+", default=[60, 240])
     parser.add_argument("--old-steps", type=int, default=240)
     parser.add_argument("--tuning", type=int, default=60)
+    parser.add_argument("--starts", nargs="+", default=[*STARTS], choices=[*STARTS])
     given = parser.parse_args()
     work = given.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
@@ -144,7 +146,7 @@ def main() -> None:
         shutil.rmtree(adapter, ignore_errors=True)
         tuned(adapter, texts[1::2], given.tuning)
     runs = {}
-    names = [(start, steps) for steps in given.steps for start in STARTS]
+    names = [(start, steps) for steps in given.steps for start in given.starts]
 
     def go(name: tuple[str, int]) -> float:
         start, steps = name
@@ -158,7 +160,7 @@ def main() -> None:
             label = f"{start} {steps}"
             seconds[label] = spent
             runs[label] = [run_of(label, work / f"{start}_{steps}" / FIGURES)]
-    first = work / f"pretrained_{given.steps[0]}" / START
+    first = next(work.glob("pretrained_*")) / START
     gains = compare({"not refreshed": [run_of("not refreshed", first)]} | runs, "not refreshed")
     before = json.loads((old / FIGURES).read_text())["texts"]["1"]
     report = {

@@ -26,7 +26,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
     stable = openai_client.stable_counters
     monkeypatch.setattr("cotrain.bench.servers.stable_counters", lambda client: stable(client, 0.0))
     plain, drafted = (FakeVLLM(network(1), tmp_path / name, [1]) for name in ("plain", "drafted"))
-    plain.pause, drafted.pause, drafted.drafts = 0.05, 0.0, True
+    plain.pause, drafted.pause, drafted.drafts = 0.15, 0.0, True
     with running(plain), running(drafted):
         yield plain, drafted
 
