@@ -10,9 +10,9 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, cast, get_args, get_origin
 
-import yaml
+from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
 
 from cotrain.config import drafts, groups, settings
@@ -37,7 +37,8 @@ def help_page(command: str, about: str, typed: Mapping[str, str]) -> str:
     for name, field in schema.model_fields.items():
         key, default = field.alias or name, field.default
         if isinstance(default, Draft):
-            default = DRAFTS.get(typed.get(key, ""), type(default))()
+            kind = typed.get(key, "")
+            default = DRAFTS[kind](kind=kind) if kind in DRAFTS else default
             options[key] = default.kind
         if isinstance(default, Settings):
             inside += ["", *_group(schema, key, default, options.get(key))]
@@ -49,8 +50,12 @@ def help_page(command: str, about: str, typed: Mapping[str, str]) -> str:
 
 def _options_of(command: str) -> dict[str, str | None]:
     """Return the options that a command chooses if nothing is typed, by group, from the list in conf/COMMAND.yaml."""
-    entries = yaml.safe_load((folder("conf") / f"{command}.yaml").read_text(encoding="utf-8"))["defaults"]
+    entries = _read(folder("conf") / f"{command}.yaml")["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
 
 
 def _group(schema: type[Settings], key: str, default: Settings, option: str | None) -> Iterator[str]:
@@ -62,7 +67,7 @@ def _group(schema: type[Settings], key: str, default: Settings, option: str | No
     if option in known:
         values |= known[option].model_dump()
     elif option:
-        values |= yaml.safe_load(files[option].read_text(encoding="utf-8"))
+        values |= _read(files[option])
     values |= given
     yield f"{key}={option}  (one of {', '.join(sorted({*known, *files}))})" if option else f"{key}:"
     yield f"    {_joined(inspect.getdoc(group) or '')}"

@@ -460,7 +460,8 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
             inner = next(iter(value), "") if isinstance(value, dict) else ""  # of a group that the command lacks
             return unknown(f"{key}.{inner}".rstrip("."), name, keys)
         own = [one for one in keys if one.startswith("draft.") and one != "draft.kind"]
-        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}"
+        others = [other for other, one in DRAFTS.items() if path[-1] in one.model_fields]
+        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}; draft={' or '.join(others)} has it"
     if first["type"] == "union_tag_invalid":
         return f"draft.kind={value['kind']}: it must be one of {', '.join(DRAFTS)}"
     if first["type"] == "list_type":

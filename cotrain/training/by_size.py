@@ -71,7 +71,7 @@ def follow_target(
         return ""
     values = dict[str, Any]()
     if isinstance(cfg, TrainConfig | TeacherConfig):
-        cfg.draft = _kind(cfg, given, stored, target)
+        cfg.draft = cast(Any, _kind(cfg, given, stored, target))
         values |= {"draft.kind": cfg.draft.kind} if "draft" not in given else {}
     if isinstance(cfg, TrainConfig):
         values |= _draft_values(cfg, target)

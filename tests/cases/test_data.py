@@ -234,7 +234,12 @@ def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
 def test_plain_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, "system_column.jsonl", PLAIN) == 0
     said = capsys.readouterr().out
-    assert "prompts are messages, rendered by the target's chat template; data.chat=false uses them as they" in said
+    asked = (
+        "data.path: is each prompt what a user says? The target's chat template renders prompts of plain text as users'"
+    )
+    assert f"{asked} messages; data.chat=true answers yes, data.chat=false uses them as they are\n" in said
+    answered, _ = read("system_column.jsonl", PLAIN, chat=True)
+    assert answered.rendered and not any("?" in line for line in answered.remarks)
     assert "as the target reads it: '<|system|>Answer in French.<|endoftext|>\\n<|user|>Say hello" in said
     served = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["served"]
     assert (served["chat"], served["messages"]) == (None, True)

@@ -149,7 +149,7 @@ TYPED: dict[str, tuple[Any, ...]] = {
     "optimizer=muon": ("eagle", 32000, 1e-3, 12000, 16),
     "rollout.texts=600": ("eagle", 32000, 5e-5, 600, 16),
     "trainer.batch=2": ("eagle", 32000, 5e-5, 12000, 2),
-    "+trainer.batch=2": ("eagle", 32000, 5e-5, 12000, 2),
+    "++trainer.batch=2": ("eagle", 32000, 5e-5, 12000, 2),
     "trainer=gpu": ("eagle", 32000, 5e-5, 12000, 16),
     "trainer=ddp": ("eagle", 32000, 5e-5, 12000, 32),  # two processes
     "init=pretrained draft.path=old": ("independent", None, 5e-5, 12000, 16),
