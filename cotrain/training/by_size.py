@@ -69,10 +69,10 @@ def follow_target(
     row = next((row for row in reversed(BY_SIZE) if size >= row.least), None)
     if row is None or target.config.is_encoder_decoder:
         return ""
-    values = dict[str, Any]()
+    values, said = dict[str, Any](), list[str]()
     if isinstance(cfg, TrainConfig | TeacherConfig):
         cfg.draft = cast(Any, _kind(cfg, given, stored, target))
-        values |= {"draft.kind": cfg.draft.kind} if "draft" not in given else {}
+        said += [f"draft={cfg.draft.kind}"] * ("draft" not in given)
     if isinstance(cfg, TrainConfig):
         values |= _draft_values(cfg, target)
         whole_layers = "vocabulary" in type(cfg.draft).model_fields
@@ -82,14 +82,13 @@ def follow_target(
         values["trainer.batch"] = row.batch * _processes(cfg.trainer)
     if isinstance(cfg, TrainConfig | RolloutConfig):
         values["rollout.texts"] = row.texts
-    said = []
     for key, value in values.items():
         group, _, name = key.partition(".")
         if key in given:
             continue
         value = (stored or {}).get(group, {}).get(name, value)
         setattr(getattr(cfg, group), name, value)
-        said.append(f"{group if name == 'kind' else key}={'null' if value is None else value}")
+        said.append(f"{key}={'null' if value is None else value}")
     if not said:
         return ""
     source = "as in the run that is resumed" if stored else "so by default"

@@ -196,7 +196,10 @@ def test_a_resumed_run_has_the_values_that_it_was_started_with(
     old = json.loads(composed().model_dump_json())  # of a version without such defaults
     with claim("old", settings=old) as folder:
         (folder.path / "work").touch()
-    assert main([*command[:-1], "output=old"]) == 0 and values(ran[4]) == values(composed())
+    assert main([*command[:-1], "output=old"]) == 0
+    assert ran[4].draft == composed().draft and values(ran[4]) == values(composed())
+    assert main([*command, "draft.layers=1", "init=scratch"]) == 0  # which the stored kind does not have
+    assert (ran[5].draft.kind, type(ran[5].draft)) == ("independent", type(composed().draft))
 
 
 def test_the_other_commands_follow_the_same_table(
