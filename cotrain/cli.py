@@ -41,8 +41,8 @@ COMMANDS = {
     "generate": "generate text in which drafted tokens are marked",
 }
 SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them
+SIZED = ("train", "rollout", "teacher")  # commands with defaults that follow the target's size
 FLAGS = (
-    "--help",
     "--hydra-help",
     "--version",
     "--resolve",
@@ -108,6 +108,11 @@ A failure shows its traceback with COTRAIN_TRACEBACK=1 in the environment."""
 
 def _command(name: str, arguments: list[str]) -> int:
     who = f"cotrain {name}"
+    if {"-h", "--help"} & {*arguments}:
+        from cotrain.config.help import help_page
+
+        print(help_page(name, COMMANDS[name], dict(argument.partition("=")[::2] for argument in arguments)))
+        return 0
     for flag in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         if not any(known.startswith(flag) for known in FLAGS):
             from cotrain.config.overrides import flag as no_flag
@@ -181,7 +186,6 @@ def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:
         "hydra.output_subdir": "null",
         "hydra.job.chdir": "false",
         "hydra.job.name": name,
-        "hydra.help.header": literal(f"cotrain {name}: {COMMANDS[name]}"),
         "hydra/job_logging": "none",
         "hydra/hydra_logging": "none",
     }
@@ -207,9 +211,11 @@ def _job(name: str, cfg: "DictConfig", arguments: Sequence[str], outputs: list[s
         if draft := getattr(settings, "draft", None) and settings.draft.path:
             settings.draft.path = draft_folder(draft, hub=name == "train")  # a model of the hub can be trained further
         refuse_from_target(name, settings)
-        refuse_unread(settings, HydraConfig.get().overrides.task)
         output = _own_folder(name, settings, arguments)
         _refuse_paths(name, settings)
+        if name in SIZED:
+            _follow_target(name, settings)
+        refuse_unread(settings, HydraConfig.get().overrides.task)
         if draft:
             settings.draft.path = from_hub(settings.draft.path, models=name != "train")
         outputs.append(str(output))
@@ -237,6 +243,23 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"lightning\..*")
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code's
+
+
+def _follow_target(name: str, settings: Any) -> None:
+    """Set the settings that follow the target's size, in place, and print which. A run that is resumed has those that
+    it was started with."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from cotrain.config.overrides import chosen
+    from cotrain.ranks import rank
+    from cotrain.run_folder import read_marker
+    from cotrain.training.by_size import follow_target
+
+    marker = None if name != "train" or settings.overwrite else read_marker(Path(settings.output))
+    stored = marker["settings"] if marker and marker.get("command") == name else None
+    line = follow_target(settings, chosen(HydraConfig.get().overrides.task), stored)
+    if line and not rank():
+        print(line, file=sys.stdout if name == "train" else sys.stderr)
 
 
 def _refuse_paths(name: str, settings: Any) -> None:

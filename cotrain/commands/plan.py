@@ -115,7 +115,9 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
-    composed = [composed_shape(settings) for settings in cfg.shapes]  # wrong ones are named before any is timed
+    composed = [
+        composed_shape(settings, cfg.target) for settings in cfg.shapes
+    ]  # wrong ones are named before any is timed
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         timed_shapes = shapes(cfg, composed, target)

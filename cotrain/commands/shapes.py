@@ -13,13 +13,15 @@ import torch
 from hydra import compose
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.config.overrides import explain, quote
+from cotrain.config.groups import ServedTarget, Target
+from cotrain.config.overrides import chosen, explain, quote
 from cotrain.config.settings import PlanConfig, TrainConfig, checked, refuse_unread, sampling
 from cotrain.errors import UserError
 from cotrain.planning.drafted import costs_at
 from cotrain.planning.forecast import at_acceptance, break_even
 from cotrain.planning.plan import Plan
 from cotrain.training.assembly import new_student
+from cotrain.training.by_size import follow_target
 from inference.measure.costs import Costs
 from inference.report.table import aligned
 
@@ -60,9 +62,9 @@ def shapes(
     return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
-def composed_shape(settings: str) -> TrainConfig:
-    """Return the settings of `cotrain train` for one shape. settings: the shape, as "key=value key=value". Raises
-    UserError if a setting is unknown or wrong."""
+def composed_shape(settings: str, target: ServedTarget) -> TrainConfig:
+    """Return the settings of `cotrain train` for one shape. settings: the shape, as "key=value key=value". target: what
+    it drafts for. Raises UserError if a setting is unknown or wrong."""
     typed = quote(settings.split())
     try:
         cfg = checked("train", compose("train", overrides=typed))
@@ -70,6 +72,8 @@ def composed_shape(settings: str) -> TrainConfig:
         raise UserError(f"shapes: {settings!r}: {error}") from error
     except Exception as error:  # Hydra's errors have no common class
         raise UserError(f"shapes: {settings!r}: {explain(error, 'train', typed)}") from error
+    cfg.target = Target(**target.model_dump())
+    follow_target(cfg, chosen(typed))
     refuse_unread(cfg, typed)
     return cast(TrainConfig, cfg)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, NamedTuple, get_args
 
@@ -45,6 +46,12 @@ class Settings(BaseModel):
     model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
     presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
 
+    @classmethod
+    def foreign(cls, command: "type[Settings]") -> Mapping[str, str]:
+        """Return the fields that a command never reads, as field -> the reason and what to set instead. command: the
+        class of its settings."""
+        return {}
+
     def unread(self, run: Any) -> Mapping[str, str]:
         """Return the fields that nothing reads in this run, as field -> the reason and what to set instead. run: all
         settings of the command."""
@@ -68,24 +75,31 @@ def marked(settings: type[Settings], *marks: Mark) -> set[str]:
     return {key for key, field in fields(settings) if any(mark in field.metadata for mark in marks)}
 
 
-def allowed(words: str, fits: Callable[[Any], bool]) -> AfterValidator:
+@dataclass(frozen=True)
+class Allowed(AfterValidator):
+    """A validator whose allowed values are known. words: these values, as text."""
+
+    words: str
+
+
+def allowed(words: str, fits: Callable[[Any], bool]) -> Allowed:
     """Return a validator for `Annotated` that accepts the values for which `fits` is true. words: the allowed values,
-    as text for the error message."""
+    as text for the error message and the help."""
 
     def check(value: Any) -> Any:
         if not fits(value):
             raise ValueError(words)
         return value
 
-    return AfterValidator(check)
+    return Allowed(check, words)
 
 
-def one_of(*names: str) -> AfterValidator:
+def one_of(*names: str) -> Allowed:
     """Return a validator for `Annotated` that accepts only the texts `names`. Its error message lists them."""
     return allowed(f"one of {', '.join(names)}", lambda value: value in names)
 
 
-def at_least(least: float) -> AfterValidator:
+def at_least(least: float) -> Allowed:
     """Return a validator for `Annotated` that accepts finite numbers >= `least`."""
     return allowed(f"at least {least}", lambda value: least <= value < math.inf)
 

@@ -64,7 +64,8 @@ class _Started(Draft):
 
 class _Headed(_Started):
     vocabulary: Annotated[int, at_least(2)] | None = None
-    """The number of tokens that the head can draft; null: as in the target."""
+    """The number of tokens that the head can draft; null: as in the target. For draft=eagle or p_eagle and a target of
+    0.5 billion parameters or more with more than 64,000 tokens the default is 32,000."""
     head_rank: Size | None = None
     """The rank of a head of two matrices; null: one matrix."""
 
@@ -74,13 +75,18 @@ class _Layered(_Headed):
     layers_with = ("target_layers",)
 
     intermediate: ScratchSize = 384
+    """Width inside the feed-forward layers."""
     head_dim: ScratchSize = 64
+    """Width of an attention head."""
     kv_heads: ScratchSize = 1
+    """Heads of keys and values."""
 
 
 class _Shaped(_Layered):
     width: ScratchSize = 128
+    """Width of the hidden states."""
     layers: ScratchSize = 1
+    """Number of layers."""
 
 
 class IndependentDraft(_Shaped):
@@ -96,6 +102,7 @@ class ConditionedDraft(_Shaped):
 
     kind: Literal["conditioned"] = "conditioned"
     temperatures: list[Temperature] = [0.0, 0.3, 0.7, 1.0]
+    """Those that the draft learns."""
 
 
 class ParallelDraft(_Shaped):
@@ -103,6 +110,7 @@ class ParallelDraft(_Shaped):
 
     kind: Literal["parallel"] = "parallel"
     depths: Size | None = 8
+    """Mask tokens of a pass; each drafts one token."""
     markov: Count | None = None
     """The rank of the Markov head, a term for the token before each draft; null: no such head."""
 
@@ -133,12 +141,15 @@ class BlockDraft(_Headed):
 
     kind: Literal["block"] = "block"
     layers: Size | None = 1
+    """Number of layers."""
     intermediate: NewSize = None
     """null: the target's."""
     head_dim: NewSize = 64
+    """Width of an attention head."""
     kv_heads: NewSize = None
     """null: as many as query heads."""
     depths: Size | None = 8
+    """Mask tokens of a block; each drafts one token."""
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
     """Whether a mask token attends to its whole block (bidirectional, null) or to the tokens before it (causal)."""
     markov: Count | None = None
@@ -155,6 +166,7 @@ class EarlyExitDraft(_Started):
     rank: Annotated[Count, NEW] = 16
     """The rank of the change; 0: no change."""
     depths: Size | None = 4
+    """The number of depths that are trained."""
 
     @property
     def by_depth(self) -> bool:
@@ -189,6 +201,7 @@ class HydraDraft(_Started):
 
     kind: Literal["hydra"] = "hydra"
     layers: NewSize = 1
+    """Residual blocks per head."""
     depths: NewSize = 5
     """The number of heads; each makes one draft of a round."""
 
@@ -211,6 +224,7 @@ class HybridDraft(_Shaped):
     datastore: Path = None
     """As in RetrievalDraft."""
     shortest: Size = 2
+    """As in RetrievalDraft."""
 
 
 class QuantisedDraft(Draft):
@@ -219,6 +233,7 @@ class QuantisedDraft(Draft):
     trained = False
     kind: Literal["quantised"] = "quantised"
     bits: Bits | None = 8
+    """Bits of a weight."""
 
 
 class TwoLevelsDraft(_Started):
@@ -228,6 +243,7 @@ class TwoLevelsDraft(_Started):
     trained = False
     kind: Literal["two_levels"] = "two_levels"
     bits: Bits | None = 8
+    """Bits of a weight of the target that drafts."""
     inner: Size | None = 3
     """How many tokens the small draft proposes before the quantised target verifies them."""
 

@@ -38,8 +38,11 @@ class Regime(Settings):
     presets = {}
 
     temperature: Temperature = 1.0
+    """Logits are divided by it; 0: greedy."""
     top_k: Count = 0
+    """The number of likeliest tokens that are kept; 0: all."""
     top_p: Fraction = 1.0
+    """The probability of the likeliest tokens that are kept."""
 
 
 class ServedRegime(Settings):
@@ -48,8 +51,11 @@ class ServedRegime(Settings):
     presets = {}
 
     temperature: Temperature | None = None
+    """Logits are divided by it; 0: greedy; null: the folder's."""
     top_k: Count | None = None
+    """The number of likeliest tokens that are kept; 0: all; null: the folder's."""
     top_p: Fraction | None = None
+    """The probability of the likeliest tokens that are kept; null: the folder's."""
 
 
 class PolicySettings(Settings):
@@ -59,12 +65,14 @@ class PolicySettings(Settings):
     presets = {"fixed": {}, "planned": {"k": None}}
 
     k: Size | None = 4
+    """Drafts of a round (num_speculative_tokens in vLLM); null: as the draft folder was planned."""
 
 
 class ServedPolicy(PolicySettings):
     """The same as `PolicySettings`, for commands that can run without drafts (k=0) or with an adaptive policy."""
 
     k: Count | None = 4
+    """As in PolicySettings; 0: no drafts."""
     file: Path = None
     """An adaptive policy, which `cotrain plan` has written; null for a fixed draft length."""
 
@@ -74,6 +82,7 @@ class Model(Settings):
     names."""
 
     path: Path = None
+    """A folder or hub id."""
 
 
 class ServedTarget(Settings):
@@ -81,18 +90,22 @@ class ServedTarget(Settings):
     names."""
 
     path: Path = None
+    """A folder, hub id or GGUF file, bundled, bundled_t5 or smollm2; null: the target that the draft folder names."""
     adapter: Path = None
+    """A PEFT folder; null: none or, in commands that read a draft folder, the one that it names."""
     dtype: Dtype = "auto"
     """auto: the dtype of the checkpoint, or float32 on a CPU that would emulate it."""
     trust_remote_code: bool = False
+    """Run the Python code of a model on the hub."""
     device_map: Annotated[str, one_of("auto")] | None = None
     """auto: the layers are spread over this machine's GPUs and its memory or, in a training of several processes,
     sharded over these; null: each process has the whole target."""
 
-    def unread(self, run: Any) -> Mapping[str, str]:
-        """Return `device_map` with the reason if the command loads no weights of the target, otherwise {}. run: all
-        settings of the command."""
-        loads = hasattr(run, "quantisation")
+    @classmethod
+    def foreign(cls, command: type[Settings]) -> Mapping[str, str]:
+        """Return `device_map` with the reason if the command loads no weights of the target, otherwise {}. command: the
+        class of its settings."""
+        loads = "quantisation" in command.model_fields
         return {} if loads else {"device_map": "this command loads no weights of the target: leave it out"}
 
 
@@ -106,6 +119,8 @@ class Target(ServedTarget):
     presets = {}
 
     path: Annotated[str, Mark.PATH] = "bundled"
+    """A folder, hub id or GGUF file; bundled, bundled_t5 and smollm2 are the targets that ship or come from a
+    package."""
 
 
 class Teacher(Settings):
@@ -130,6 +145,7 @@ class Quantisation(Settings):
     presets = {}
 
     kind: str = "none"
+    """none, int8, nf4, int8_rows or, in commands that read a draft folder, as_trained."""
 
 
 class Init(Settings):
@@ -160,8 +176,11 @@ class Loss(Settings):
     }
 
     first: str = "kl"
+    """A loss, or a weighted sum of losses, until the switch."""
     then: str | None = "tv"
+    """The same, from the switch on; null: `first`."""
     switch: Share = 0.5
+    """The fraction of the steps after which `then` counts."""
     decay: Least | None = None
     """For drafts whose distribution depends on the depth: the loss at a depth has the weight decay ** depth. null: the
     number of target calls that acceptance at this depth saves."""
@@ -197,9 +216,11 @@ class Data(Settings):
     """The column of prompts, texts or conversations; null: messages, conversations, prompt, instruction or text,
     whichever of them a row has first."""
     split: str = "train"
+    """The part of a folder, a saved data set or a data set of the hub that is read."""
     bytes: dict[str, int] = {"code": 4_000_000, "prose": 2_500_000, "records": 500_000}
     """Embedded corpora: the size of each domain, for training."""
     held_out_bytes: dict[str, int] = {"code": 600_000, "prose": 300_000, "records": 100_000}
+    """The same, for evaluation."""
     block: Annotated[int, at_least(2)] = 256
     """Tokens of a packed block, for corpus steps."""
     template: dict[str, Any] = {}
@@ -218,6 +239,17 @@ class Data(Settings):
     streaming: bool = False
     """Read only the first `take` rows, for data that does not fit into memory."""
     take: int = 20_000
+    """The number of rows that are read with streaming=true."""
+
+    @classmethod
+    def foreign(cls, command: type[Settings]) -> Mapping[str, str]:
+        """Return the settings of texts to learn from, as name -> the reason, for a command that learns from none.
+        command: the class of its settings."""
+        has = command.model_fields
+        names = [] if "trainer" in has else ["block", "on_target", "shares", "embedded_shares"]
+        if "rollout" not in has:
+            names += ["from_target", "held_out_bytes"] + ["bytes"] * ("draft" in has)
+        return dict.fromkeys(names, "this command learns from no texts: leave out this setting")
 
     def unread(self, run: Any) -> Mapping[str, str]:
         """Return the settings that have no effect with this source of texts, as name -> the reason. run: all settings
@@ -243,13 +275,15 @@ class Rollout(Settings):
     presets = {"default": {}}
 
     texts: TrainingSize = 600
-    """The most texts per domain, for training."""
+    """The most texts per domain, for training; for a target of 0.5 billion parameters or more the default follows its
+    size."""
     held_out_texts: TrainingSize = 24
     """The most texts per domain, for evaluation."""
     prompt_tokens: Count = 0
     """Longer prompts are not used, longer texts are cut to this length. 0: the length that 95 % of the prompts of
     data.path do not exceed, or 48 if data.path has no prompts."""
     new_tokens: TrainingSize = 208
+    """Tokens that are sampled per text."""
     temperatures: Annotated[list[Temperature], Mark.TRAINING, Mark.FREE] = [0.0, 0.5, 1.0]
     """The temperatures of the held-out texts."""
     train_temperatures: Annotated[list[Temperature], Mark.TRAINING] = []
@@ -260,16 +294,19 @@ class Rollout(Settings):
     rounds: TrainingSize = 1
     """In how many parts training texts are sampled; after the first, the draft in training speeds it up."""
     seed: int = 1
+    """The seed of the choice of prompts and of the sampled texts."""
     url: Annotated[Text, Mark.TRAINING] = None
     """An OpenAI-compatible server that samples the texts; null: this engine samples them."""
     folder: Annotated[Store, Mark.FREE] = None
     """Where the texts are stored, for runs that share them; null: in the run's folder."""
 
-    def unread(self, run: Any) -> Mapping[str, str]:
-        """Return the settings that only `cotrain train` reads, as name -> the reason, if another command runs;
-        otherwise {}. run: all settings of the command."""
+    @classmethod
+    def foreign(cls, command: type[Settings]) -> Mapping[str, str]:
+        """Return the settings that only `cotrain train` reads, as name -> the reason, for another command; otherwise
+        {}. command: the class of its settings."""
         why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave out this setting"
-        return {} if hasattr(run, "trainer") else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
+        trains = "trainer" in command.model_fields
+        return {} if trains else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
 
 
 class Joint(Settings):
@@ -316,10 +353,15 @@ class Optimizer(Settings):
     """adamw, or muon: Muon (Jordan 2024) for the matrices of layers, AdamW for the rest; not with
     trainer.strategy=fsdp2."""
     lr: Fraction = 1.0e-3
+    """Learning rate. For a target of 0.5 billion parameters or more the default follows its size (docs/choosing.md)."""
     weight_decay: Least = 0.01
+    """Weight decay of matrices."""
     betas: Annotated[list[Decay], allowed("two numbers, one per moment", lambda betas: len(betas) == 2)] = [0.9, 0.95]
+    """Decay of AdamW's two moments."""
     warmup: float = 0.02
+    """The fraction of the steps in which the rate rises."""
     decay: float = 0.5
+    """The fraction of the steps in which the rate falls."""
 
 
 class Trainer(Settings):
@@ -329,14 +371,17 @@ class Trainer(Settings):
     presets = {"cpu": {}}
 
     steps: Annotated[Size, Mark.TRAINING, Mark.LONGER] = 2300
+    """Steps of the optimiser (batches, not epochs)."""
     minutes: Annotated[Positive | None, Mark.TRAINING, Mark.LONGER] = None
     """Training ends after these minutes or `steps`, whichever comes first, and the schedule follows; null: after
     `steps`."""
     corpus_steps: Annotated[Count, Mark.TRAINING] = 0
     """The first steps, which learn from corpus text; the rest learn from rollouts."""
     batch: TrainingSize = 2
-    """Texts of all devices together."""
+    """Texts of all devices together, per step; for a target of 0.5 billion parameters or more the default follows its
+    size."""
     validations: Annotated[Size, Mark.TRAINING, Mark.FREE] = 2
+    """How often held-out texts are judged; each writes a checkpoint."""
     patience: Annotated[Count, Mark.FREE] = 0
     """End after this many validations in a row without a higher tau; 0: never (needs measure=true)."""
     remember_mb: Annotated[Count, Mark.TRAINING, Mark.FREE] = 2000
@@ -363,8 +408,9 @@ class Trainer(Settings):
     strategy: Annotated[str, Mark.TRAINING] = "auto"
     """Lightning's: auto or ddp; fsdp2 shards the draft, its gradients and its optimiser moments."""
     threads: Annotated[Count, Mark.FREE] = 0
-    """0: torch's default."""
+    """Threads of torch; 0: torch's default."""
     seed: int = 0
+    """The seed of the initial weights and of the order of texts."""
     logger: Annotated[str, one_of("tensorboard", "wandb"), Mark.FREE] = "tensorboard"
     """tensorboard; wandb: TensorBoard and Weights & Biases."""
 
@@ -388,17 +434,19 @@ class Bench(Settings):
     }
 
     prompts: Size = 30
-    """Per domain."""
+    """Prompts that are timed, per domain."""
     quick_prompts: Size = 8
     """Prompts of short measurements, such as those at checkpoints."""
     prompt_tokens: Size = 48
+    """The tokens of the shipped prompts."""
     new_tokens: Size = 128
-    """Per prompt."""
+    """Tokens that are generated per prompt."""
     parity_tokens: Size = 20_000
-    """On which predicted and measured target calls are compared."""
+    """Tokens on which predicted and measured target calls are compared."""
     rows: Size = 1
     """Prompts that are decoded together."""
     minutes: Least = 10.0
+    """The time for the measurement; 0: exactly these sizes."""
     interval: Positive = 0.1
     """Both ends of the interval may differ from the speed-up by this share of it."""
     depths: Some = [2, 3, 4, 5, 6, 7, 8]
@@ -411,6 +459,7 @@ class Bench(Settings):
     compile: bool = False
     """Compile the short passes of both models, see inference/models/replay.py."""
     seed: int = 0
+    """The seed of the sampled texts."""
     trees: Nodes = 0
     """Most nodes of the draft trees that are considered too; 0: chains, and the tree stored in the folder."""
 

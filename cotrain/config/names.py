@@ -26,6 +26,9 @@ ALIASES: dict[str, list[str]] = {
     name: settings.split()
     for names, settings in {
         "lr learning_rate": "optimizer.lr",
+        "draft_vocab_size": "draft.vocabulary",
+        "num_samples max_samples max_train_samples": "rollout.texts",
+        "eval_steps save_steps": "trainer.validations",
         "epochs num_epochs num_train_epochs max_steps steps": "trainer.steps",
         "max_num_seqs": "bench.rows rollout.rows",
         "method speculative_algorithm": "draft",
@@ -51,6 +54,11 @@ ALIASES: dict[str, list[str]] = {
     }.items()
     for name in names.split()
 }
+COUNTED = {  # names with another unit here -> what the setting counts
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "batches of texts, not epochs"),
+    **dict.fromkeys(("eval_steps", "save_steps"), "how many there are in all, not the steps between them"),
+    "warmup_steps": "a fraction of the training, not steps",
+}
 IN_VLLM = dict.fromkeys(("policy.k", "k", "bench.depths"), "num_speculative_tokens")  # in messages about a value
 PATHS = ("data.path", "target.path", "draft.path")  # each is another thing
 
@@ -66,12 +74,13 @@ def unknown(key: str, command: str, keys: Collection[str]) -> str:
     if typo := difflib.get_close_matches(key, sorted(keys), n=1, cutoff=0.9):
         hint = f"the nearest is {typo[0]!r}"
     elif known := alias(key, keys):
-        hint = f"the setting is {known}="
+        unit = COUNTED.get(key.rpartition(".")[2])
+        hint = f"the setting is {known}=" + (f", {unit}" if unit else "")
     elif len(same) > 1:
         hint = f"the settings of this name are {', '.join(f'{other}=' for other in same)}"
     else:
         near = nearest(key, keys)
-        hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --cfg job` shows all"
+        hint = f"the nearest is {near!r}" if near else f"`cotrain {command} --help` shows all"
     return f"no key {key!r}; {hint}"
 
 

@@ -3,14 +3,15 @@
 import difflib
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import cast, get_origin
+from pathlib import Path
+from typing import Any, cast, get_origin
 
 from cotrain.config.base import Mark, fields
 from cotrain.config.drafts import OF_KINDS
 from cotrain.config.names import alias, below, nearest, unknown
-from cotrain.config.settings import SCHEMAS, TrainConfig, keys_of, presets
+from cotrain.config.settings import SCHEMAS, TrainConfig, flat, keys_of, presets
 from cotrain.errors import first_line
 from cotrain.losses.names import REMOVED_LOSSES
 from cotrain.paths import folder
@@ -19,6 +20,7 @@ TEXT = frozenset({"prompt"})  # a key whose value null is text too; other keys o
 _NUMBER = re.compile(r"-?[\d.]+(e-?\d+)?|true|false", re.IGNORECASE)
 MAIN = {"data": "path", "target": "path", "draft": "path", "regime": "temperature", "policy": "k"}  # of a group
 LISTS = frozenset({"run"})  # keys that may be typed several times: the values become one list
+EXPERIMENT = "experiment"  # the group of conf/ whose files set what a user could type
 _SETTING = re.compile(r"(?P<sign>\+{0,2})(?P<key>\w[\w.@:/-]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -63,6 +65,24 @@ def _quoted(argument: str) -> str:
     sign = setting["sign"] or "++" * _opens(setting["key"], setting["value"])
     value = literal(setting["value"]) if _literal(setting["key"], setting["value"]) else setting["value"]
     return f"{sign}{setting['key']}={value}"
+
+
+def chosen(task: Iterable[str]) -> set[str]:
+    """Return the keys of the settings and the names of the groups that the user chose: those that were typed, and those
+    that the file of experiment= sets. task: the typed settings, as key=value. Hydra must be running a job."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    typed = dict(setting.lstrip("+~").partition("=")[::2] for setting in task)
+    keys = {key.partition("@")[0] for key in typed}
+    for source in HydraConfig.get().runtime.config_sources:
+        file = Path(source.path, EXPERIMENT, f"{typed.get(EXPERIMENT)}.yaml")
+        if source.schema == "file" and file.is_file():
+            values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
+            groups = [entry for entry in values.pop("defaults", []) if isinstance(entry, dict)]
+            keys |= {name.rpartition("/")[2] for entry in groups for name in entry}
+            keys |= {key for key, value in flat(values) if not isinstance(value, dict)}
+    return keys
 
 
 def _is_group(key: str) -> bool:

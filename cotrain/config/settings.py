@@ -71,16 +71,19 @@ class GenerateConfig(Settings):
     draft: Model = Model()
     target: Model = Model()
     prompt: Text = None
+    """A prompt; `prompts` has several."""
     prompts: Path = None
     """A file of one prompt a line, or - for standard input."""
     chat: bool | None = None
     """A prompt is a user's message, for the target's chat template; null: as the draft was trained."""
     max_new_tokens: Size = 128
+    """Tokens that are generated per prompt."""
     regime: ServedRegime = ServedRegime()
     policy: ServedPolicy = ServedPolicy(file=None)
     verify: Verify | None = None
     """null: the rule stored in the draft folder if policy.k=null, else token."""
     seed: int = 0
+    """The seed of the sampled texts."""
     color: bool | None = None
     """null: when standard output is a terminal."""
 
@@ -108,13 +111,16 @@ class TrainConfig(Settings):
     """Read with mode=joint."""
     policy: PolicySettings = PolicySettings()
     verify: Verify = "token"
+    """The rule with which the engine verifies drafts; lossy_typical changes the distribution."""
     bench: Annotated[Bench, Mark.FREE] = Bench()
     label: Annotated[str | None, Mark.FREE] = None
     """What `cotrain compare` calls the run; null: the loss."""
     measure: bool = True
     """Measure speed; false for sweeps that compare held-out acceptance."""
     output: Output = "outputs/train"
+    """The folder of the run."""
     overwrite: bool = False
+    """Replace a run in `output`, unless it is an unfinished one of the same settings, which is resumed."""
     check: bool = False
     """Only print what the run would need."""
     overfit: bool = False
@@ -142,7 +148,9 @@ class RolloutConfig(Settings):
     kind: Annotated[str, one_of("train", "held_out")] = "train"
     """The split that prompts come from."""
     output: Output = "outputs/rollouts"
+    """The folder of the texts."""
     threads: Count = 0
+    """Threads of torch; 0: torch's default."""
 
 
 class TeacherConfig(Settings):
@@ -154,6 +162,7 @@ class TeacherConfig(Settings):
     output: Output = "outputs/states"
     """Where the server writes states, and the training reads them, under the same path."""
     port: Size = 8000
+    """The server's port."""
     gpus: Count = 1
     """GPUs that share the target (vLLM's tensor parallelism); 0: a CPU."""
     python: Text = None
@@ -168,7 +177,9 @@ class DatastoreConfig(Settings):
     depth: Size = 32
     """The longest match, in tokens."""
     output: Output = "outputs/datastore"
+    """The folder of the index."""
     overwrite: bool = False
+    """Replace an index in `output`."""
 
 
 class DraftFolderConfig(Settings):
@@ -181,7 +192,9 @@ class DraftFolderConfig(Settings):
     data: Data = Data()
     """The source of prompts; data.path=null: those of the draft folder, or the shipped ones."""
     overwrite: bool = False
+    """Replace an earlier result in `output`; false: keep it beside."""
     threads: Count = 0
+    """Threads of torch; 0: torch's default."""
     as_json: Json = False
     """Print one JSON object on standard output, and all messages on standard error."""
 
@@ -199,6 +212,7 @@ class BenchConfig(DraftFolderConfig):
     concurrent: Some = [1, 8]
     """Numbers of concurrent requests to the servers."""
     output: Output = "outputs/bench"
+    """The folder of the result."""
 
 
 class PlanConfig(DraftFolderConfig):
@@ -218,7 +232,7 @@ class PlanConfig(DraftFolderConfig):
     batches: Some = [1, 8]
     """Rows that are decoded together."""
     texts: Annotated[int, allowed("at least 16: an interval from fewer texts is too narrow", LEAST_TEXTS.__le__)] = 32
-    """Of the target, at each temperature; more give narrower intervals."""
+    """Texts of the target at each temperature; more give narrower intervals."""
     costs: Path = None
     """Costs of rounds of another machine: its plan.json, or JSON as in docs/settings.md."""
     log: Path = None
@@ -226,6 +240,7 @@ class PlanConfig(DraftFolderConfig):
     measure: bool = False
     """Also time the recommended draft length, its neighbours and the adaptive policy."""
     output: Output = "outputs/plan"
+    """The folder of the plan."""
 
 
 class CompareConfig(Settings):
@@ -273,7 +288,9 @@ class ExportConfig(Settings):
     push_to_hub: Text = None
     """user/name of a model repository to push the folder to."""
     output: Output = "outputs/export"
+    """The folder that is written."""
     overwrite: bool = False
+    """Replace an exported folder in `output`."""
     as_json: Json = False
     """As in DraftFolderConfig, with check=."""
 
@@ -290,12 +307,15 @@ class ServeCheckConfig(DraftFolderConfig):
     objective: Objective | None = None
     """null: the one that the draft was trained for."""
     prompts: Size = 48
+    """Prompts that are asked of the server."""
     prompt_tokens: Count = 0
     """0: the value stored in the draft folder."""
     new_tokens: Size = 128
+    """Tokens of each text."""
     at_once: Size = 8
     """Concurrent requests."""
     output: Output = "outputs/serve_check"
+    """The folder of the result."""
 
 
 class AuditConfig(DraftFolderConfig):
@@ -311,14 +331,19 @@ class AuditConfig(DraftFolderConfig):
     """Whose distributions the texts are compared with. server: the server's own log-probabilities of its likeliest
     tokens, for a target that does not fit here."""
     prompts: Size = 80
+    """Prompts that are asked of the server."""
     repeats: Size = 2
     """Texts of each prompt."""
     prompt_tokens: Size = 32
+    """The longest prompt, in tokens."""
     new_tokens: Size = 128
+    """Tokens of each text."""
     at_once: Size = 8
     """Concurrent requests."""
     seed: int = 0
+    """The seed of the choice of prompts and of the requests."""
     output: Output = "outputs/audit"
+    """The folder of the result."""
 
 
 SCHEMAS: dict[str, type[Settings]] = {
@@ -347,7 +372,7 @@ def register() -> None:
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    vars(store)["__deepcopy__"] = lambda _: store  # Hydra would copy it for each group that `--help` lists
+    vars(store)["__deepcopy__"] = lambda _: store  # Hydra would copy it with every composition
     for group, options in presets().items():
         for option, settings in options.items():
             store.store(name=option, group=group, node=settings.model_dump())
@@ -435,7 +460,8 @@ def _wrong(name: str, composed: Any, error: ValidationError) -> str:
             inner = next(iter(value), "") if isinstance(value, dict) else ""  # of a group that the command lacks
             return unknown(f"{key}.{inner}".rstrip("."), name, keys)
         own = [one for one in keys if one.startswith("draft.") and one != "draft.kind"]
-        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}"
+        others = [other for other, one in DRAFTS.items() if path[-1] in one.model_fields]
+        return f"{said}{kind} drafts do not have it; they have {', '.join(own)}; draft={' or '.join(others)} has it"
     if first["type"] == "union_tag_invalid":
         return f"draft.kind={value['kind']}: it must be one of {', '.join(DRAFTS)}"
     if first["type"] == "list_type":
@@ -464,7 +490,7 @@ def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
         f"{group}.{name}": why
         for group, settings in cfg
         if isinstance(settings, Settings)
-        for name, why in settings.unread(cfg).items()
+        for name, why in {**settings.foreign(type(cfg)), **settings.unread(cfg)}.items()
     }
     for key in values:
         if key in wrong:

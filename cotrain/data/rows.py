@@ -54,6 +54,7 @@ class DataRow:
     """The content of a row of the user's data. It is one of three: `messages`, which the chat template renders; a
     prompt with its completion ("" without one); or a text. The last two are used as they are.
 
+    plain: whether the messages were made from a prompt that was plain text, because the target has a chat template.
     place: where the row is ("own.jsonl, line 3"), for messages to the user. columns: the names of the columns that were
     read. unread: the names of the other columns with a value.
     """
@@ -67,6 +68,7 @@ class DataRow:
     prompt: str = ""
     completion: str = ""
     text: str = ""
+    plain: bool = False
 
     @cached_property
     def opening(self) -> str:
@@ -149,7 +151,7 @@ class Reader:
             text += "\n" + _text("input", left.pop("input"))
         prompt = name in (PROMPT, INSTRUCTION, QUESTION)
         if self.chat or (self.chat is None and prompt and self.templated):
-            return self._conversation([{"role": "user", "content": text}], left)
+            return {**self._conversation([{"role": "user", "content": text}], left), "plain": self.chat is None}
         if not prompt:
             return {"text": text}
         return _plain([{"role": "user", "content": text}, *_answer(left)])
@@ -328,6 +330,11 @@ def _meanings(rows: Sequence[DataRow], read: Collection[str]) -> str:
 
 
 def _rendered(rows: Sequence[DataRow], reader: Reader) -> str:
+    if any(row.plain for row in rows):
+        return (
+            "data.path: is each prompt what a user says? The target's chat template renders prompts of plain text "
+            "as users' messages; data.chat=true answers yes, data.chat=false uses them as they are"
+        )
     if rows[0].messages:
         return "data.path: prompts are messages, rendered by the target's chat template" + (
             "" if {*rows[0].columns} & {*CONVERSATION} else "; data.chat=false uses them as they are"

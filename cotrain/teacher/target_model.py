@@ -28,7 +28,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
-from inference.drafts.bundled_target import refuse_missing, resolve
+from inference.drafts.bundled_target import UNREACHED, refuse_missing, resolve
 from inference.drafts.compatibility import ADAPTER
 from inference.drafts.draft_folder import load_tokenizer
 from inference.drafts.weight_files import CONFIG, read_json, weight_files
@@ -209,7 +209,7 @@ def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTo
 def unavailable(error: Exception) -> str:
     """Return, in words, why a model on the hub could not be read. error: the exception from transformers."""
     if constants.HF_HUB_OFFLINE:
-        return "the hub cannot be reached, nor is the model in its cache: give an existing folder"
+        return UNREACHED
     return f"the hub has no such model: {str(error).strip().splitlines()[0]}"
 
 

@@ -19,6 +19,8 @@ from inference.drafts.gguf_target import PACKAGED, dequantised, gguf_file
 NAME = "bundled"
 BUNDLED = {NAME: "target", "bundled_t5": "target_t5"}  # name -> folder in data/; the second is an encoder-decoder
 SECONDS = 10  # to wait for the hub's answer
+CONFIGS = ("config.json", "adapter_config.json")  # one of them is in the cache with each model and adapter of the hub
+UNREACHED = "the hub cannot be reached, nor is the model in its cache: give an existing folder"
 REPOSITORY = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")  # a name of a model or a data set on the hub
 
 
@@ -45,8 +47,9 @@ def resolve(path: str, key: str = "target.path") -> str:
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:
-    """Raise ValueError if `path` does not exist and cannot be the name of a repository on the hub. The message names
-    the key and the working directory. For a name that may be a repository, this calls `reach_hub`.
+    """Raise ValueError if `path` does not exist and cannot be the name of a repository on the hub, and for a model of
+    the hub that is not in its cache while the hub cannot be reached. The message names the key and the working
+    directory. For a name that may be a repository, this calls `reach_hub`.
 
     key: the setting that has the path. what: names what the path should be, for the message. A valid name of a
     repository counts as a mistyped path if its first part is an existing folder, or if a similar path exists. If the
@@ -55,11 +58,13 @@ def refuse_missing(key: str, path: str, what: str = "folder") -> None:
     if path in BUNDLED or path in PACKAGED or os.path.lexists(path):
         return
     hub, near = REPOSITORY.fullmatch(path) is not None, _nearest(path)
+    cached = hub and any(isinstance(try_to_load_from_cache(path, file), str) for file in CONFIGS)
     if hub and (
-        isinstance(try_to_load_from_cache(path, "config.json"), str)
-        or not (near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir()))
+        cached or not (near or ("/" in path and Path(path).parts[0] != "." and Path(path.split("/")[0]).is_dir()))
     ):
         reach_hub()
+        if constants.HF_HUB_OFFLINE and not cached and what == "folder":
+            raise ValueError(f"{key}: {path} is no {what}, and {UNREACHED}")
         return
     message = f"{key}: {path} is no {what}"
     message += "" if os.path.isabs(path) else f" in the working directory {os.getcwd()}"

@@ -234,13 +234,23 @@ def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
 def test_plain_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, "system_column.jsonl", PLAIN) == 0
     said = capsys.readouterr().out
-    assert "prompts are messages, rendered by the target's chat template; data.chat=false uses them as they" in said
+    assert "data.path: is each prompt what a user says? " in said
     assert "as the target reads it: '<|system|>Answer in French.<|endoftext|>\\n<|user|>Say hello" in said
     served = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["served"]
     assert (served["chat"], served["messages"]) == (None, True)
     for template, chat, wanted in ((PLAIN, False, "data.chat=true makes each"), (None, None, "has no chat template")):
         found, texts = read("system_column.jsonl", template, chat=chat)
         assert wanted in found.remarks[-1] and texts[0] == ("Say hello 0.", "") and not found.rendered
+
+
+def test_a_target_with_a_template_asks_about_plain_prompts_until_it_is_answered() -> None:
+    asked = (
+        "data.path: is each prompt what a user says? The target's chat template renders prompts of plain text as "
+        "users' messages; data.chat=true answers yes, data.chat=false uses them as they are"
+    )
+    for chat, lines in ((None, [asked]), (True, []), (False, [])):
+        found, _ = read("system_column.jsonl", PLAIN, chat=chat)
+        assert found.rendered is (chat is not False) and [line for line in found.remarks if "?" in line] == lines
 
 
 @case("byte order mark")

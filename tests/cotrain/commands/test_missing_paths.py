@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from email.message import Message
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,24 @@ def test_paths_and_misspelt_ones_are_never_asked_of_the_hub(path: str, said: str
 
 
 @pytest.mark.parametrize("path", ["bundled", "models/mine", "gpt2", "Qwen/Qwen3-0.6B", "org/mine"])
-def test_what_is_there_and_repositories_are_let_through(path: str) -> None:
+def test_what_is_there_and_repositories_are_let_through(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundled_target, "reach_hub", lambda: None)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     refuse_missing("target.path", path)
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", None])
+def test_offline_a_model_of_the_hub_is_in_the_cache_or_refused_at_once(
+    file: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(bundled_target, "try_to_load_from_cache", lambda name, one: "/cache" if one == file else None)
+    refuse_missing("data.path", "org/rows", "file or folder")  # a data set has a cache of its own
+    if file:
+        refuse_missing("target.path", "org/mine")
+    else:
+        with pytest.raises(ValueError, match="^draft.path: org/mine is no folder, and the hub cannot be reached, nor"):
+            refuse_missing("draft.path", "org/mine")
 
 
 def test_a_repository_that_was_fetched_is_used_whatever_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +151,8 @@ def test_a_hub_that_does_not_answer_is_asked_once(
     monkeypatch.setenv("HF_HUB_OFFLINE", "")
     reach_hub.cache_clear()
     for _ in range(2):
-        refuse_missing("target.path", "org/mine")
+        with pytest.raises(ValueError, match="the hub cannot be reached") if offline else nullcontext():
+            refuse_missing("target.path", "org/mine")
     assert asked == [bundled_target.SECONDS]
     assert (constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (offline, "1" if offline else "")
     reach_hub.cache_clear()
@@ -142,6 +160,8 @@ def test_a_hub_that_does_not_answer_is_asked_once(
         assert main(["train", "target.path=org/mine", "check=true"]) == 1
         said = capsys.readouterr().err
         assert "target.path: org/mine is no folder, and the hub cannot be reached" in said and said.count("\n") == 1
+        assert main(["bench", "draft.path=org/mine"]) == 1  # before the command is imported
+        assert "draft.path: org/mine is no folder, and the hub cannot be reached" in capsys.readouterr().err
 
 
 def test_a_model_of_images_is_named_in_short() -> None:

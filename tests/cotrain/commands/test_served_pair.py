@@ -41,8 +41,8 @@ def test_the_target_is_the_one_that_the_folder_names(
     assert main(["bench", f"draft.path={draft}"]) == main(["bench", f"draft.path={draft}", "target.path=/other"]) == 0
     assert [resolved(cfg) for cfg in ran] == [str(draft.parent / "target"), "/other"]  # type: ignore[arg-type]
     assert [cfg.target.adapter for cfg in ran] == ["ad", None]
-    assert main(["bench", f"draft.path={draft}", "target.adapter=mine"]) == 0
-    assert resolved(ran[2]) == str(draft.parent / "target") and ran[2].target.adapter == "mine"  # type: ignore[arg-type]
+    assert main(["bench", f"draft.path={draft}", "target.adapter=/mine"]) == 0
+    assert resolved(ran[2]) == str(draft.parent / "target") and ran[2].target.adapter == "/mine"  # type: ignore[arg-type]
     ran[0].target.path, ran[0].draft.path = None, str(draft.parent / "target")
     with pytest.raises(UserError, match="does not name its target: set target.path="):
         resolved(ran[0])  # type: ignore[arg-type]
