@@ -6,17 +6,23 @@
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
-... of the tokens. Clean runs have other seeds; of four, one decodes in bfloat16, one without a draft, one with eight
-rows instead of 32.
+... of the tokens; `strength` is the largest score over its limit. Clean runs have other seeds and prompts; of four, one
+decodes in bfloat16, one without a draft, one with eight rows instead of 32.
+
+The same texts are judged by RUT (`studies.rank_uniformity`), with --references texts of the target for each: its
+strength is the standard score of its probability over that of the audit's level. `python -m studies.audit_picture`
+draws both.
 """
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +35,7 @@ from cotrain.teacher.target_model import load_pair
 from cotrain.training.preconditions import ids_of
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
-from inference.exactness.audit import Audit, ServedText, audit, from_target
+from inference.exactness.audit import LEVEL, Audit, ServedText, audit, from_target
 from inference.measure.environment import environment
 from inference.models.lm import LM
 from inference.policy import Fixed
@@ -39,9 +45,11 @@ from inference.sampling import noise
 from inference.sampling.noise import Uniforms, row_ids
 from inference.verify import chain
 from inference.verify.rules import RULES, Rule
+from studies.rank_uniformity import cramer_von_mises, log_ranks, tail, uniform_rank
 
 K, ROWS, NEW, REGIME = 4, 32, 128, Sampling(0.7)
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+NONE = "no fault"
 
 
 def heated(p: Tensor, power: float) -> Tensor:
@@ -106,21 +114,35 @@ FAULTS: dict[str, tuple[Rule, Callable[[], AbstractContextManager[Any]], Samplin
         lambda: patch.object(DecodingRound, "draw", lambda self, probs, depth: probs.argmax(-1)),
         REGIME,
     ),
+    NONE: (RULES["token"], PLAIN, REGIME),
 }
 
 
 class Runs:
-    def __init__(self, tokens: int, draft: Path) -> None:
+    def __init__(self, tokens: int, draft: Path, references: int) -> None:
         self.target, self.tokenizer = load_pair("bundled")
         self.target.float()
         self.network = load_network(measurable_folder(str(draft)), self.target, self.tokenizer).float().eval()
         self.vocabulary, (_, self.prompts) = ids_of(self.tokenizer), shipped_ids(self.tokenizer, 32)
         self.texts = -(-tokens // NEW)
         self.draft = LM(self.network, 1, self.vocabulary)
+        self.references = self._references(references)
+
+    def prompts_of(self, seed: int) -> list[list[int]]:
+        return [self.prompts[(7 * seed + i // 2) % len(self.prompts)] for i in range(self.texts)]
+
+    def _references(self, number: int) -> Tensor:
+        """Return RUT's scores (texts, number) of the target's own texts of the prompts of the faults."""
+        engine, scores = Engine(self.target, rows=4 * ROWS, tokenizer=self.tokenizer), []
+        for row, prompt in enumerate(self.prompts_of(1)):
+            ids = [2**20 + row * number + i for i in range(number)]
+            own = engine.generate([prompt] * number, max_new_tokens=NEW, sampling=REGIME, seed=2, ids=ids)
+            scores.append(log_ranks(self.target, prompt, own.tokens))
+        return torch.stack(scores)
 
     def sampled(self, rule: Rule, seed: int, **how: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and texts of a run. how: rows, dtype, or draft=False."""
-        prompts = [self.prompts[(7 * seed + i // 2) % len(self.prompts)] for i in range(self.texts)]
+        prompts = self.prompts_of(seed)
         dtype, rows = how.get("dtype", torch.float32), how.get("rows", ROWS)
         target, network = self.target.to(dtype), self.network.to(dtype)
         proposer = Independent(network) if how.get("draft", True) else None
@@ -129,9 +151,8 @@ class Runs:
         self.target.float(), self.network.float()
         return prompts, found.tokens
 
-    def served(self, prompts: Any, texts: Any, regime: Sampling, draft: bool) -> list[tuple[int, ServedText]]:
-        given = self.draft if draft else None
-        return [*from_target(self.target, prompts, texts, regime, self.vocabulary, given)]
+    def served(self, prompts: Any, texts: Any, regime: Sampling) -> Iterator[tuple[int, ServedText]]:
+        return from_target(self.target, prompts, texts, regime, self.vocabulary, self.draft)
 
 
 def judged(served: list[tuple[int, ServedText]], prompts: Any, texts: Any, share: float) -> Audit:
@@ -139,11 +160,27 @@ def judged(served: list[tuple[int, ServedText]], prompts: Any, texts: Any, share
     return audit(served[:count], [tuple(prompt) for prompt in prompts[:count]], texts[:count])
 
 
+def strength(found: Audit) -> float:
+    return max([found.impossible / max(found.allowed, 1), *(abs(z) / found.limit for z in found.scores.values())])
+
+
+def rut(runs: Runs, prompts: list[list[int]], texts: list[list[int]]) -> list[dict[str, float]]:
+    """Return probability and strength of RUT after each share of the texts."""
+    scores = torch.cat([log_ranks(runs.target, *one) for one in zip(prompts, ([text] for text in texts), strict=True)])
+    u = torch.rand(len(texts), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ranks, found = uniform_rank(scores, runs.references, u), []
+    for share in SHARES:
+        p = tail(cramer_von_mises(ranks[: max(1, round(share * len(texts)))]))
+        z = NormalDist().inv_cdf(1 - max(p, 1e-15) / 2)
+        found.append({"p": p, "strength": z / NormalDist().inv_cdf(1 - LEVEL / 2)})
+    return found
+
+
 def fault(runs: Runs, name: str) -> dict[str, Any]:
     rule, patched, regime = FAULTS[name]
     with patched():
         prompts, texts = runs.sampled(rule, 1)
-    served = runs.served(prompts, texts, regime, True)
+    served = [*runs.served(prompts, texts, regime)]
     audits = [judged(served, prompts, texts, share) for share in SHARES]
     moved, count = 0.0, 0  # of the probability that goes to tokens that the draft favours
     for _, one in served:
@@ -154,8 +191,12 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
     seen = next((one.tokens for one in audits if not one.passed), None)
     return {
         "seen_after": seen,
+        "after": [one.tokens for one in audits],
+        "strength": [strength(one) for one in audits],
+        "rut": rut(runs, prompts, texts),
         "by": audits[-1].wrong,
         "tokens": audits[-1].tokens,
+        "impossible": audits[-1].impossible,
         "to_favoured": moved / max(count, 1),
         "scores": audits[-1].scores,
     }
@@ -165,12 +206,13 @@ def clean(runs: Runs, number: int) -> dict[str, Any]:
     how: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}, {"draft": False}, {"rows": 8}]
     mine = how[number % len(how)]
     prompts, texts = runs.sampled(RULES["token"], 100 + number, **mine)
-    found = judged(runs.served(prompts, texts, REGIME, True), prompts, texts, 1.0)
-    return {"how": {name: str(value) for name, value in mine.items()}, "passed": found.passed, "scores": found.scores}
+    found = audit(runs.served(prompts, texts, REGIME), [*map(tuple, prompts)], texts)
+    how_said = {name: str(value) for name, value in mine.items()}
+    return {"how": how_said, "passed": found.passed, "tokens": found.tokens, "scores": found.scores}
 
 
 def steps(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    runs = Runs(asked.tokens, asked.draft)
+    runs = Runs(asked.tokens, asked.draft, asked.references)
     for name in FAULTS:
         yield "faults", name, fault(runs, name)
     for number in range(asked.clean):
@@ -183,11 +225,13 @@ def main() -> None:
     parser.add_argument("draft", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--clean", type=int, default=50)
+    parser.add_argument("--references", type=int, default=32)
     asked = parser.parse_args()
-    report: dict[str, Any] = {"environment": environment(), "tokens": asked.tokens, "faults": {}, "clean": {}}
-    report["command"] = (
-        f"python -m studies.audit {asked.out} {asked.draft} --tokens {asked.tokens} --clean {asked.clean}"
-    )
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "command": "python -m studies.audit " + " ".join(sys.argv[1:]),
+    }
+    report |= {"tokens": asked.tokens, "references": asked.references, "faults": {}, "clean": {}}
     for group, name, found in steps(asked):
         report[group][name] = found
         write_atomic(asked.out, json.dumps(report, indent=1) + "\n")

@@ -313,6 +313,8 @@ class AuditConfig(DraftFolderConfig):
     prompts: Size = 80
     repeats: Size = 2
     """Texts of each prompt."""
+    objective: Objective | None = None
+    """How the server drafts. null: as the draft was trained."""
     prompt_tokens: Size = 32
     new_tokens: Size = 128
     at_once: Size = 8
