@@ -224,9 +224,9 @@ class _Tally:
             [(terms[:, 0] - terms[:, 1]).sum(), terms[:, 2].sum(), _spread(p[possible], terms[:, 1]).sum()]
         ).cpu()
         named = p.shape[-1] if one.named is None else one.named
-        if together := (together or [])[
-            one.start : one.start + len(x)
-        ]:  # two tokens of an outcome that stands for several may differ: such tokens do not count
+        end = one.start + len(x)
+        if together := (together or [])[one.start : end]:
+            # two tokens of an outcome that stands for several may differ: such tokens do not count
             square = p[: len(together), :named].square().sum(-1, dtype=torch.float64)
             alike = torch.tensor(together, device=p.device) & (x[: len(together)] < named)
             difference = alike.sum() - square.sum()
