@@ -2,7 +2,8 @@
 
     cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=60 rollout.texts=80 rollout.held_out_texts=8 \
         rollout.temperatures=[0.7] trainer.validations=1 trainer.threads=1 measure=false output=outputs/audited
-    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50]
+    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50] \
+        [--clean-tokens 20000] [--references 16]
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
@@ -124,7 +125,7 @@ class Runs:
         self.target.float()
         self.network = load_network(measurable_folder(str(draft)), self.target, self.tokenizer).float().eval()
         self.vocabulary, (_, self.prompts) = ids_of(self.tokenizer), shipped_ids(self.tokenizer, 32)
-        self.texts = -(-tokens // NEW)
+        self.texts = -(-tokens // NEW)  # of a run
         self.draft = LM(self.network, 1, self.vocabulary)
         self.references = self._references(references)
 
@@ -166,7 +167,7 @@ def strength(found: Audit) -> float:
 
 def rut(runs: Runs, prompts: list[list[int]], texts: list[list[int]]) -> list[dict[str, float]]:
     """Return probability and strength of RUT after each share of the texts."""
-    scores = torch.cat([log_ranks(runs.target, *one) for one in zip(prompts, ([text] for text in texts), strict=True)])
+    scores = torch.cat([log_ranks(runs.target, prompts[i], texts[i : i + 2]) for i in range(0, len(texts), 2)])
     u = torch.rand(len(texts), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ranks, found = uniform_rank(scores, runs.references, u), []
     for share in SHARES:
@@ -215,6 +216,7 @@ def steps(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]
     runs = Runs(asked.tokens, asked.draft, asked.references)
     for name in FAULTS:
         yield "faults", name, fault(runs, name)
+    runs.texts = -(-asked.clean_tokens // NEW)
     for number in range(asked.clean):
         yield "clean", str(number), clean(runs, number)
 
@@ -225,7 +227,8 @@ def main() -> None:
     parser.add_argument("draft", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--clean", type=int, default=50)
-    parser.add_argument("--references", type=int, default=32)
+    parser.add_argument("--clean-tokens", type=int, default=20_000)
+    parser.add_argument("--references", type=int, default=16)
     asked = parser.parse_args()
     report: dict[str, Any] = {
         "environment": environment(),
