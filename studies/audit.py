@@ -3,12 +3,12 @@
     cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=60 rollout.texts=80 rollout.held_out_texts=8 \
         rollout.temperatures=[0.7] trainer.validations=1 trainer.threads=1 measure=false output=outputs/audited
     python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50] \
-        [--clean-tokens 20000] [--references 16]
+        [--clean-tokens 20000] [--references 8]
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
 ... of the tokens; `strength` is the largest score over its limit. Clean runs have other seeds and prompts; of four, one
-decodes in bfloat16, one without a draft, one with eight rows instead of 32.
+decodes in bfloat16, one without a draft, one with eight rows instead of 64.
 
 The same texts are judged by RUT (`studies.rank_uniformity`), with --references texts of the target for each: its
 strength is the standard score of its probability over that of the audit's level. `python -m studies.audit_picture`
@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
@@ -48,7 +49,7 @@ from inference.verify import chain
 from inference.verify.rules import RULES, Rule
 from studies.rank_uniformity import cramer_von_mises, log_ranks, tail, uniform_rank
 
-K, ROWS, NEW, REGIME = 4, 32, 128, Sampling(0.7)
+K, ROWS, NEW, REGIME = 4, 64, 128, Sampling(0.7)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 NONE = "no fault"
 
@@ -127,19 +128,19 @@ class Runs:
         self.vocabulary, (_, self.prompts) = ids_of(self.tokenizer), shipped_ids(self.tokenizer, 32)
         self.texts = -(-tokens // NEW)  # of a run
         self.draft = LM(self.network, 1, self.vocabulary)
-        self.references = self._references(references)
+        self.number = references
 
     def prompts_of(self, seed: int) -> list[list[int]]:
         return [self.prompts[(7 * seed + i // 2) % len(self.prompts)] for i in range(self.texts)]
 
-    def _references(self, number: int) -> Tensor:
-        """Return RUT's scores (texts, number) of the target's own texts of the prompts of the faults."""
-        engine, scores = Engine(self.target, rows=4 * ROWS, tokenizer=self.tokenizer), []
-        for row, prompt in enumerate(self.prompts_of(1)):
-            ids = [2**20 + row * number + i for i in range(number)]
-            own = engine.generate([prompt] * number, max_new_tokens=NEW, sampling=REGIME, seed=2, ids=ids)
-            scores.append(log_ranks(self.target, prompt, own.tokens))
-        return torch.stack(scores)
+    @cached_property
+    def references(self) -> Tensor:
+        """RUT's scores (texts, number) of the target's own texts of the prompts of the faults."""
+        asked = [prompt for prompt in self.prompts_of(1) for _ in range(self.number)]
+        engine = Engine(self.target, rows=2 * ROWS, tokenizer=self.tokenizer)
+        own = engine.generate(asked, max_new_tokens=NEW, sampling=REGIME, seed=2, ids=[*range(len(asked))])
+        rows = range(0, len(asked), self.number)
+        return torch.stack([log_ranks(self.target, asked[i], own.tokens[i : i + self.number]) for i in rows])
 
     def sampled(self, rule: Rule, seed: int, **how: Any) -> tuple[list[list[int]], list[list[int]]]:
         """Prompts and texts of a run. how: rows, dtype, or draft=False."""
@@ -212,13 +213,15 @@ def clean(runs: Runs, number: int) -> dict[str, Any]:
     return {"how": how_said, "passed": found.passed, "tokens": found.tokens, "scores": found.scores}
 
 
-def steps(asked: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def steps(asked: argparse.Namespace, report: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     runs = Runs(asked.tokens, asked.draft, asked.references)
     for name in FAULTS:
-        yield "faults", name, fault(runs, name)
+        if name not in report["faults"]:
+            yield "faults", name, fault(runs, name)
     runs.texts = -(-asked.clean_tokens // NEW)
     for number in range(asked.clean):
-        yield "clean", str(number), clean(runs, number)
+        if str(number) not in report["clean"]:
+            yield "clean", str(number), clean(runs, number)
 
 
 def main() -> None:
@@ -228,14 +231,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=20_000)
     parser.add_argument("--clean", type=int, default=50)
     parser.add_argument("--clean-tokens", type=int, default=20_000)
-    parser.add_argument("--references", type=int, default=16)
+    parser.add_argument("--references", type=int, default=8)
     asked = parser.parse_args()
     report: dict[str, Any] = {
         "environment": environment(),
         "command": "python -m studies.audit " + " ".join(sys.argv[1:]),
     }
     report |= {"tokens": asked.tokens, "references": asked.references, "faults": {}, "clean": {}}
-    for group, name, found in steps(asked):
+    if asked.out.exists() and (known := json.loads(asked.out.read_text()))["command"] == report["command"]:
+        report = known  # an interrupted study goes on
+    for group, name, found in steps(asked, report):
         report[group][name] = found
         write_atomic(asked.out, json.dumps(report, indent=1) + "\n")
         said = found.get("seen_after", found.get("passed"))

@@ -4,7 +4,8 @@ environment with the package xllamacpp, which has the server as a library.
 One request a line in, one answer a line out. SETTINGS (JSON): target and draft, GGUF files, draft null for none; type,
 the server's --spec-type; k, drafts a round; sampled, whether drafts are drawn (--spec-draft-sampling probabilistic);
 context, the most tokens of a text; rows, texts at once. A request: {"prompts": lists of ids, "max_new_tokens",
-"temperature", "seed"}; its answer: {"tokens": lists of ids, "seconds", "drafted", "accepted"}.
+"temperature", "seed", "may_end": whether texts end at the end token, false if not given}; its answer: {"tokens": lists
+of ids, "ended": whether each ended so, "seconds", "drafted", "accepted"}.
 """
 
 import json
@@ -48,7 +49,7 @@ def main() -> None:
             "temperature": asked["temperature"],
             "seed": asked["seed"] * 65536 + row,
             "samplers": ["temperature"],
-            "ignore_eos": True,
+            "ignore_eos": not asked.get("may_end"),
             "return_tokens": True,
             "cache_prompt": False,
         }
@@ -67,6 +68,7 @@ def main() -> None:
             counts = [answer["timings"] for answer in answers]
             answer = {
                 "tokens": [answer["tokens"] for answer in answers],
+                "ended": [answer["stop_type"] == "eos" for answer in answers],
                 "seconds": time.perf_counter() - start,
                 "drafted": sum(one.get("draft_n", 0) for one in counts),
                 "accepted": sum(one.get("draft_n_accepted", 0) for one in counts),
