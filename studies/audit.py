@@ -7,7 +7,8 @@
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
-... of the tokens; `strength` is the largest score over its limit. Clean runs have other seeds and prompts; of four, one
+... of the tokens; `strength` is the largest score of the texts over its limit, `strength_of_calls` that of the target
+calls, which a server's counters say. Clean runs have other seeds and prompts; of four, one
 decodes in bfloat16, one without a draft, one with eight rows instead of 64.
 
 The same texts are judged by RUT (`studies.rank_uniformity`), with --references texts of the target for each: its
@@ -19,13 +20,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -37,7 +38,7 @@ from cotrain.teacher.target_model import load_pair
 from cotrain.training.preconditions import ids_of
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
-from inference.exactness.audit import LEVEL, Audit, ServedText, audit, from_target
+from inference.exactness.audit import CALLS, LEVEL, Audit, ServedCalls, ServedText, audit, from_target
 from inference.measure.environment import environment
 from inference.models.lm import LM
 from inference.policy import Fixed
@@ -45,7 +46,7 @@ from inference.proposers import Independent
 from inference.round import DecodingRound
 from inference.sampling import noise
 from inference.sampling.noise import Uniforms, row_ids
-from inference.verify import chain
+from inference.verify import chain, predict_chain
 from inference.verify.rules import RULES, Rule
 from studies.rank_uniformity import cramer_von_mises, log_ranks, tail, uniform_rank
 
@@ -120,6 +121,14 @@ FAULTS: dict[str, tuple[Rule, Callable[[], AbstractContextManager[Any]], Samplin
 }
 
 
+class Run(NamedTuple):
+    """Prompts, texts and target calls."""
+
+    prompts: list[list[int]]
+    texts: list[list[int]]
+    calls: list[int]
+
+
 class Runs:
     def __init__(self, tokens: int, draft: Path, references: int) -> None:
         self.target, self.tokenizer = load_pair("bundled")
@@ -142,8 +151,8 @@ class Runs:
         rows = range(0, len(asked), self.number)
         return torch.stack([log_ranks(self.target, asked[i], own.tokens[i : i + self.number]) for i in rows])
 
-    def sampled(self, rule: Rule, seed: int, **how: Any) -> tuple[list[list[int]], list[list[int]]]:
-        """Prompts and texts of a run. how: rows, dtype, or draft=False."""
+    def sampled(self, rule: Rule, seed: int, **how: Any) -> Run:
+        """Return a run. how: rows, dtype, or draft=False."""
         prompts = self.prompts_of(seed)
         dtype, rows = how.get("dtype", torch.float32), how.get("rows", ROWS)
         target, network = self.target.to(dtype), self.network.to(dtype)
@@ -151,23 +160,40 @@ class Runs:
         engine = Engine(target, proposer, verify=rule, policy=Fixed(K), rows=rows, tokenizer=self.tokenizer)
         found = engine.generate(prompts, max_new_tokens=NEW, sampling=REGIME, seed=seed, ids=row_ids(prompts))
         self.target.float(), self.network.float()
-        return prompts, found.tokens
+        return Run(prompts, found.tokens, [row.target_calls for row in found.stats.rows])
 
-    def served(self, prompts: Any, texts: Any, regime: Sampling) -> Iterator[tuple[int, ServedText]]:
-        return from_target(self.target, prompts, texts, regime, self.vocabulary, self.draft)
+    def served(self, run: Run, regime: Sampling) -> Iterator[tuple[int, ServedText]]:
+        return from_target(self.target, run.prompts, run.texts, regime, self.vocabulary, self.draft)
 
 
-def judged(served: list[tuple[int, ServedText]], prompts: Any, texts: Any, share: float) -> Audit:
-    count = max(1, round(share * len(texts)))
-    return audit(served[:count], [tuple(prompt) for prompt in prompts[:count]], texts[:count])
+def calls_of(served: Sequence[tuple[int, ServedText]], counted: Sequence[int]) -> ServedCalls:
+    """Return the target calls of texts, each from the first token on. counted: of each text."""
+    lengths = torch.tensor([len(one.x) for _, one in served])
+    logs = torch.zeros(2, len(served), int(lengths.max()), dtype=torch.float64)
+    for row, (_, one) in enumerate(served):
+        assert one.q is not None
+        for log, law in zip(logs, (one.p, one.q), strict=True):
+            log[row, : len(one.x)] = law.gather(-1, one.x.unsqueeze(-1)).squeeze(-1).double().log()
+    reach = predict_chain.reach(predict_chain.r_from(*logs), K, lengths)
+    variance = float(predict_chain.variance_from(reach, lengths).sum())
+    return ServedCalls(sum(counted), float(predict_chain.calls_from(reach, lengths).sum()), variance**0.5)
+
+
+def judged(served: list[tuple[int, ServedText]], run: Run, share: float = 1.0, drafted: bool = True) -> Audit:
+    count = max(1, round(share * len(run.texts)))
+    calls = calls_of(served[:count], run.calls[:count]) if drafted else None
+    return audit(served[:count], [*map(tuple, run.prompts[:count])], run.texts[:count], calls)
 
 
 def strength(found: Audit) -> float:
-    return max([found.impossible / max(found.allowed, 1), *(abs(z) / found.limit for z in found.scores.values())])
+    """Return the largest score of the texts over the limit."""
+    scores = [abs(z) / found.limit for name, z in found.scores.items() if name != CALLS]
+    return max([found.impossible / (found.allowed + 0.5), *scores])
 
 
-def rut(runs: Runs, prompts: list[list[int]], texts: list[list[int]]) -> list[dict[str, float]]:
+def rut(runs: Runs, run: Run) -> list[dict[str, float]]:
     """Return probability and strength of RUT after each share of the texts."""
+    prompts, texts = run.prompts, run.texts
     scores = torch.cat([log_ranks(runs.target, prompts[i], texts[i : i + 2]) for i in range(0, len(texts), 2)])
     u = torch.rand(len(texts), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ranks, found = uniform_rank(scores, runs.references, u), []
@@ -181,21 +207,22 @@ def rut(runs: Runs, prompts: list[list[int]], texts: list[list[int]]) -> list[di
 def fault(runs: Runs, name: str) -> dict[str, Any]:
     rule, patched, regime = FAULTS[name]
     with patched():
-        prompts, texts = runs.sampled(rule, 1)
-    served = [*runs.served(prompts, texts, regime)]
-    audits = [judged(served, prompts, texts, share) for share in SHARES]
+        run = runs.sampled(rule, 1)
+    served = [*runs.served(run, regime)]
+    audits = [judged(served, run, share) for share in SHARES]
     moved, count = 0.0, 0  # of the probability that goes to tokens that the draft favours
     for _, one in served:
         if one.q is not None:
             likelier = one.q > one.p
             moved += float(likelier.gather(-1, one.x.unsqueeze(-1)).sum() - (one.p * likelier).sum())
             count += len(one.x)
-    seen = next((one.tokens for one in audits if not one.passed), None)
     return {
-        "seen_after": seen,
+        "seen_after": next((one.tokens for one in audits if strength(one) > 1), None),
+        "seen_with_counters": next((one.tokens for one in audits if not one.passed), None),
         "after": [one.tokens for one in audits],
         "strength": [strength(one) for one in audits],
-        "rut": rut(runs, prompts, texts),
+        "strength_of_calls": [abs(one.scores[CALLS]) / one.limit for one in audits],
+        "rut": rut(runs, run),
         "by": audits[-1].wrong,
         "tokens": audits[-1].tokens,
         "impossible": audits[-1].impossible,
@@ -207,8 +234,8 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
 def clean(runs: Runs, number: int) -> dict[str, Any]:
     how: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}, {"draft": False}, {"rows": 8}]
     mine = how[number % len(how)]
-    prompts, texts = runs.sampled(RULES["token"], 100 + number, **mine)
-    found = audit(runs.served(prompts, texts, REGIME), [*map(tuple, prompts)], texts)
+    run = runs.sampled(RULES["token"], 100 + number, **mine)
+    found = judged([*runs.served(run, REGIME)], run, drafted=mine.get("draft", True))
     how_said = {name: str(value) for name, value in mine.items()}
     return {"how": how_said, "passed": found.passed, "tokens": found.tokens, "scores": found.scores}
 
