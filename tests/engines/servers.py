@@ -14,7 +14,7 @@ from typing import Any
 
 SERVE = Path(__file__).parents[2] / "inference" / "servers" / "vllm_serve.py"
 SHIPPED = ("-m", "vllm.entrypoints.launchers.api_server.entry")
-START = 600  # seconds, on cores that others use too
+START = 1500  # seconds, on cores that others use too
 
 
 @contextmanager
