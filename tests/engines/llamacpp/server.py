@@ -9,6 +9,7 @@ of ids, "ended": whether each ended so, "seconds", "drafted", "accepted"}.
 """
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -21,17 +22,17 @@ from typing import Any
 def started(settings: dict[str, Any]) -> Any:
     import xllamacpp
 
-    params, rows = xllamacpp.CommonParams(), settings["rows"]
+    params, rows, threads = xllamacpp.CommonParams(), settings["rows"], len(os.sched_getaffinity(0))
     params.model.path = settings["target"]
     params.n_ctx, params.n_parallel, params.n_predict = settings["context"] * rows, rows, -1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_ram_mib, params.n_gpu_layers, params.warmup = 0, 0, False
     params.port, params.fit_params, params.verbosity = 0, False, 3
     if settings["draft"]:
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = settings["draft"], settings["k"], 0, 0.0
         draft.probabilistic = settings["sampled"]
-        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 2
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
         kind = f"COMMON_SPECULATIVE_TYPE_{settings['type'].upper().replace('-', '_')}"
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
     return xllamacpp.Server(params)
