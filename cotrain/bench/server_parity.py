@@ -18,8 +18,8 @@ from cotrain.errors import UserError
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from inference import Engine
+from inference.exactness.audit import ServedCalls, audit, from_target
 from inference.exactness.figures import Figures, reach_of
-from inference.exactness.likelihood import check_likelihood
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import LEVEL, RESAMPLES, Interval, interleave
 from inference.output import Counts, Emitted
@@ -128,26 +128,20 @@ def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
         raise ValueError(
             "url: the server counted no drafts: start it with a draft and metrics (vLLM: no --disable-log-stats)"
         )
-    if not 0 <= counted.accepted <= counted.drafted:
-        counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
-        raise ValueError(
-            f"url: the server counted {counts}, which cannot be: repeat this, or use another version of the server"
-        )
-    drafts = len(counted.by_depth) or max(k, math.ceil(counted.drafted / counted.rounds))  # rounds may be shorter
+    drafts = drafts_of(counted, k)
     if drafts != k:
         raise UserError(f"url: the server drafts {drafts} tokens a round, not {k}: set k={drafts}")
-    own = plan.arms({"own": plan.engine(k, BATCH, proposer=draft)})
-    ours = interleave(own, prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
+    engine = plan.engine(k, BATCH, proposer=draft)
+    ours = interleave(plan.arms({"own": engine}), prompts, BATCH, plan.bench.seed, warmup=0).texts("own")
     rounds, sigma = rounds_expected(plan, draft, k, prompts, tokens)
     emitted = np.array([len(text) - 1 for text in tokens], dtype=np.float64)
     scale = counted.rounds / rounds.sum()  # the server's rounds over the expected ones
     mine = np.array([(len(text), row.target_calls) for text, row in zip(ours.tokens, ours.counts, strict=True)])
-    ids = row_ids(prompts)
-    likely = check_likelihood(
-        plan.engine(k, BATCH), Emitted(prompts, ids, tokens, [Counts() for _ in ids]), plan.sampling
-    )
+    vocabulary = engine.target.vocabulary
+    lm = draft.language_model(1, vocabulary)
+    served = from_target(plan.target, prompts, tokens, plan.sampling, vocabulary, lm)
     return Parity(
-        unlike="" if likely.passed else likely.line(),
+        unlike="; ".join(audit(served, [*map(tuple, prompts)], tokens).wrong),
         tokens=int(emitted.sum()),
         speed=sum(map(len, tokens)) / seconds,
         rounds=counted.rounds,
@@ -157,6 +151,25 @@ def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
         ours=float(mine[:, 0].sum() / mine[:, 1].sum()),
         ratio=_ratio(np.stack([emitted, rounds * scale], 1), mine),
     )
+
+
+def drafts_of(counted: Served, least: int = 1) -> int:
+    """Return a server's draft length by its counters. least: for servers that count no depths, whose rounds may be
+    shorter. Raises ValueError for counters that cannot be."""
+    if not 0 <= counted.accepted <= counted.drafted:
+        counts = f"{counted.accepted} accepted tokens of {counted.drafted} drafted"
+        raise ValueError(
+            f"url: the server counted {counts}, which cannot be: repeat this, or use another version of the server"
+        )
+    return len(counted.by_depth) or max(least, math.ceil(counted.drafted / counted.rounds))
+
+
+def served_calls(plan: Plan, counted: Served, prompts: list[list[int]], tokens: list[list[int]]) -> ServedCalls:
+    """Return a server's rounds beside those that are expected of its texts, by the plan's draft and the token rule.
+    counted: by the server, at least one round. prompts, tokens: ids of each prompt, and of the server's text after it.
+    Raises ValueError for counters that cannot be."""
+    rounds, sigma = rounds_expected(plan, plan.proposer(), drafts_of(counted), prompts, tokens)
+    return ServedCalls(counted.rounds, float(rounds.sum()), sigma)
 
 
 def rounds_expected(

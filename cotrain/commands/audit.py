@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.bench.server_parity import served_calls
 from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved
 from cotrain.config.groups import Bench
 from cotrain.config.settings import AuditConfig, sampling
@@ -20,7 +21,7 @@ from cotrain.page.rendering import Section, html_table
 from cotrain.planning.page import Planned
 from cotrain.rollout.samplers import Remote
 from cotrain.run_folder import claim, refuse_folder
-from cotrain.training.job import models, settle
+from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import ids_of, outline, server
 from inference.drafts.atomic import write_atomic
 from inference.exactness.audit import Audit, ServedText, audit, from_target
@@ -29,7 +30,7 @@ from inference.models.pretrained import longest_text
 from inference.request import ends_of
 from inference.sampling import Sampling
 from inference.sampling.noise import row_ids
-from inference.servers.openai_client import Client
+from inference.servers.openai_client import Client, stable_counters
 
 TOP = 20  # likeliest tokens of which vLLM says the log-probabilities, without a setting of its own
 ANSWERS = ("completion", "response", "text")  # columns of texts= with the new text
@@ -53,9 +54,7 @@ def run(cfg: AuditConfig) -> None:
         audited = _audited(cfg)
         answer(asdict(audited) | {"passed": audited.passed}, "\n".join(audited.lines()))
     if not audited.passed:
-        raise UserError(
-            f"{cfg.url or cfg.texts}: the texts are not sampled from this target ({'; '.join(audited.wrong)})"
-        )
+        raise UserError(f"{cfg.url or cfg.texts}: {audited.verdict} ({'; '.join(audited.wrong)})")
 
 
 def _audited(cfg: AuditConfig) -> Audit:
@@ -78,12 +77,17 @@ def _audited(cfg: AuditConfig) -> Audit:
     target, tokenizer = load
     if target.config.is_encoder_decoder:
         raise UserError(f"target.path={cfg.target.path}: texts of a target with an encoder cannot be audited")
-    vocabulary, plan = ids_of(tokenizer), None
+    vocabulary, plan, counted = ids_of(tokenizer), None, None
     with claim(cfg.output, cfg.overwrite, command="audit") as folder:
         if folder_of_draft:
-            plan = plan_of(cfg, folder_of_draft, load, Bench(rows=cfg.at_once), "token")
+            others = {"objective": objective(cfg.objective)} if cfg.objective else {}
+            size = Bench(rows=cfg.at_once, new_tokens=cfg.new_tokens)
+            plan = plan_of(cfg, folder_of_draft, load, size, "token", **others)
         if client:
+            before = stable_counters(client) if plan else None
             sample = _sampled(cfg, client, regime, *load)
+            after = stable_counters(client) if before and client.sends_ids else None
+            counted = after - before if before and after else None
         else:
             sample = _read(Path(str(cfg.texts)), tokenizer)
         _require_ids(str(cfg.url or cfg.texts), sample, vocabulary, longest_text(target.config))
@@ -94,7 +98,8 @@ def _audited(cfg: AuditConfig) -> Audit:
         else:
             draft = plan.proposer().language_model(1, vocabulary) if plan else None
             served = from_target(target, sample.prompts, sample.texts, regime, vocabulary, draft)
-        audited = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts)
+        calls = served_calls(plan, counted, *sample) if plan and counted and counted.rounds else None
+        audited = audit(served, [tuple(prompt) for prompt in sample.prompts], sample.texts, calls)
         report = {"environment": environment(), "url": cfg.url, "texts": cfg.texts, "regime": cfg.regime.model_dump()}
         report["audit"] = asdict(audited) | {"passed": audited.passed, "lines": audited.lines()}
         write_atomic(folder.path / "report.json", json.dumps(strict(report), indent=1) + "\n")

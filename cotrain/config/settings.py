@@ -334,6 +334,8 @@ class AuditConfig(DraftFolderConfig):
     """Prompts that are asked of the server."""
     repeats: Size = 2
     """Texts of each prompt."""
+    objective: Objective | None = None
+    """How the server drafts. null: as the draft was trained."""
     prompt_tokens: Size = 32
     """The longest prompt, in tokens."""
     new_tokens: Size = 128

@@ -11,6 +11,7 @@ ranks       sum_{v before x} p_v + u p_x, with a uniform u, is uniform and indep
 favoured    with a draft: how many tokens have q > p, of which lenient tests keep too many
 pairs       the product of successive ranks, centred: random numbers are reused
 equal       texts of one prompt part by chance, at each token with probability 1 - sum p^2: seeds are reused
+calls       with a server's counters: texts, draft and verification rule determine the expected number of target calls
 
 Each is given as a standard score. Distributions that differ by rounding spread these scores more than 1, hence
 `SPREAD`. At temperature 0 a token must be the likeliest, up to ties.
@@ -20,12 +21,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from inference.exactness.likelihood import moments
+from inference.exactness.teacher_forced import CELLS as LOGITS
 from inference.exactness.teacher_forced import whole_texts
 from inference.models.lm import LM
 from inference.sampling import Sampling, probs, wide
@@ -36,14 +38,16 @@ SURE = 0.99  # probability with which the smallest shift is seen that an audit n
 BINS, CELLS = 20, 4  # of ranks, and of either rank of a pair
 TIE = 0.06  # the largest gap of two logits that bfloat16 explains, in root mean squares of the logits
 ALLOWED = 0.002  # share of tokens that the settings cut away by a larger gap
+ROUNDED = 0.005  # standard deviation of the calls by rounding, over the calls: vLLM's and llama.cpp's differ by .002
+CALLS = "target calls"
 
 
 class ServedText(NamedTuple):
-    """The n tokens of a text. x (n,): index of each token among the V outcomes of its distribution. p (n, V): the
-    target's probabilities of these outcomes. q (n, V): those of the draft, None if they are not known. gap (n,): how
-    far the logit of a token of probability 0 is below the smallest that is not, in root mean squares of the logits; 0
-    for others; None if not known. named: how many of the outcomes, the first, are single tokens; None for all, which
-    are the token ids in order. greedy: whether temperature is 0."""
+    """n tokens of a text, or of a part of it. x (n,): index of each token among the V outcomes of its distribution.
+    p (n, V): the target's probabilities of these outcomes. q (n, V): those of the draft, None if they are not known.
+    gap (n,): how far the logit of a token of probability 0 is below the smallest that is not, in root mean squares of
+    the logits; 0 for others; None if not known. named: how many of the outcomes, the first, are single tokens; None for
+    all, which are the token ids in order. greedy: whether temperature is 0. start: index of the first in the text."""
 
     x: Tensor
     p: Tensor
@@ -51,6 +55,21 @@ class ServedText(NamedTuple):
     gap: Tensor | None = None
     named: int | None = None
     greedy: bool = False
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class ServedCalls:
+    """Target calls of a server for its texts. counted: by the server. expected: their expectation given the texts, by
+    the target, the draft and the rule. sigma: its standard deviation."""
+
+    counted: int
+    expected: float
+    sigma: float
+
+    @property
+    def z(self) -> float:
+        return (self.counted - self.expected) / math.hypot(self.sigma, ROUNDED * self.expected)
 
 
 @dataclass(frozen=True)
@@ -59,7 +78,7 @@ class Audit:
     passes. impossible: number of tokens that the settings cut away (at temperature 0: that are not the likeliest), by
     more than rounding explains; `allowed` of them pass. shift: the smallest total variation a token, of texts that are
     sharper or flatter than the target's (p to some power), that would have been seen with probability `SURE`; inf if
-    none would."""
+    none would. calls: of the server, None if it has no counters or no draft is known."""
 
     texts: int
     tokens: int
@@ -68,6 +87,7 @@ class Audit:
     impossible: int
     allowed: int
     shift: float
+    calls: ServedCalls | None = None
 
     @property
     def wrong(self) -> list[str]:
@@ -81,14 +101,24 @@ class Audit:
     def passed(self) -> bool:
         return not self.wrong
 
+    @property
+    def verdict(self) -> str:
+        if any(not phrase.startswith(CALLS) for phrase in self.wrong):
+            return "the texts are NOT the target's"
+        but = ", but NOT with so many target calls" if self.wrong else ""
+        return f"the texts look sampled from the target{but}"
+
     def lines(self) -> list[str]:
         """Return the audit as lines of text: the verdict first, then each score and the power."""
-        verdict = "the texts look sampled from the target" if self.passed else "the texts are NOT the target's"
         alarm = f", false alarm probability {LEVEL:g}" if self.scores else ""
-        said = [f"{verdict}: {self.tokens} tokens in {self.texts} texts{alarm}"]
+        said = [f"{self.verdict}: {self.tokens} tokens in {self.texts} texts{alarm}"]
         said += [f"  {name:<28} z {z:+7.2f}   (limit {self.limit:.2f})" for name, z in self.scores.items()]
         said.append(f"  impossible tokens            {self.impossible:7d}   (limit {self.allowed})")
-        if self.scores:
+        if self.calls:
+            said.append(
+                f"  target calls: {self.calls.counted} counted, {self.calls.expected:.1f} expected of the texts"
+            )
+        if "likelihood" in self.scores:
             said.append(
                 f"  would have seen, with probability {SURE:g}, texts sharper or flatter by a total variation of "
                 f"{self.shift:.3f} a token"
@@ -102,15 +132,16 @@ def audit(
     served: Iterable[tuple[int, ServedText]],
     prompts: Sequence[object],
     texts: Sequence[Sequence[int]],
+    calls: ServedCalls | None = None,
 ) -> Audit:
-    """Audit texts. served: pairs (index of the text, its tokens), each text once. prompts: of each text; equal prompts
-    must be equal objects. texts: the new token ids of each."""
+    """Audit texts. served: pairs (index of the text, tokens of it), each token once. prompts: of each text; equal
+    prompts must be equal objects. texts: the new token ids of each. calls: of the server that generated them."""
     seed = hash(tuple(map(tuple, texts)))  # of ids: the same in each process
     tally, partner = _Tally(seed), partners(prompts)
     for row, one in served:
         other = partner.get(row)
         tally.add(one, None if other is None else _together(texts[row], texts[other]))
-    return tally.audit(len(texts))
+    return tally.audit(len(texts), calls)
 
 
 def partners(prompts: Sequence[object]) -> dict[int, int]:
@@ -142,22 +173,22 @@ def from_target(
     vocabulary: int,
     draft: LM | None = None,
 ) -> Iterator[tuple[int, ServedText]]:
-    """Yield (index of the text, its tokens) with a target in this process, from transformers' own forward of each whole
-    text. sampling: the settings of the texts. vocabulary: number of ids that can be drawn. draft: a draft that is a
-    language model of the same tokens, for the order by q / p."""
+    """Yield (index of the text, tokens of it) with a target in this process, from transformers' own forward of each
+    whole text; a long text gives several parts, each with at most `LOGITS` logits. sampling: the settings of the texts.
+    vocabulary: number of ids that can be drawn. draft: a draft that is a language model of the same tokens, for the
+    order by q / p; ignored if it lacks some of them."""
+    knows = draft is not None and draft.size >= vocabulary and sampling.temperature
+    models: Any = [model, draft.model] if draft is not None and knows else [model]
+    n = max(1, LOGITS // max(one.config.get_text_config().vocab_size for one in models))
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        parts = [*whole_texts(model, [prompt], [text], sampling, vocabulary)]  # type: ignore[arg-type]
-        if not parts:
-            continue
-        logits = torch.cat([part.logits[0] for part in parts])
-        x, scale = (torch.cat([getattr(part, name)[0] for part in parts]) for name in ("x", "scale"))
-        q = None
-        if draft is not None and sampling.temperature:
-            blocks = whole_texts(draft.model, [prompt], [text], sampling, vocabulary)
-            q = torch.cat([probs(block.logits[0], sampling) for block in blocks])
-        p, high = probs(logits, sampling), wide(logits)
-        own, least = high.gather(-1, x.unsqueeze(-1)).squeeze(-1), high.masked_fill(p == 0, math.inf).amin(-1)
-        yield row, ServedText(x, p, q, ((least - own) / scale).clamp(min=0), greedy=sampling.temperature == 0)
+        both = (whole_texts(one, [prompt], [text], sampling, vocabulary, n) for one in models)
+        for block, *of_draft in zip(*both, strict=True):
+            logits, x = block.logits[0], block.x[0]
+            p, high = probs(logits, sampling), wide(logits)
+            q = probs(of_draft[0].logits[0], sampling) if of_draft else None
+            own, least = high.gather(-1, x.unsqueeze(-1)).squeeze(-1), high.masked_fill(p == 0, math.inf).amin(-1)
+            gap = ((least - own) / block.scale[0]).clamp(min=0)
+            yield row, ServedText(x, p, q, gap, greedy=sampling.temperature == 0, start=block.start)
 
 
 def rank(p: Tensor, x: Tensor, order: Tensor, u: Tensor) -> Tensor:
@@ -180,7 +211,7 @@ class _Tally:
         self.tokens, self.impossible = 0, 0
 
     def add(self, one: ServedText, together: list[bool] | None) -> None:
-        """Add a text. together: whether a second text of its prompt has the same token, up to the first difference."""
+        """Add tokens. together: whether a second text of the prompt has the same token, up to the first difference."""
         self.tokens += len(one.x)
         p, x = one.p, one.x
         terms = moments(p, x)
@@ -193,7 +224,9 @@ class _Tally:
             [(terms[:, 0] - terms[:, 1]).sum(), terms[:, 2].sum(), _spread(p[possible], terms[:, 1]).sum()]
         ).cpu()
         named = p.shape[-1] if one.named is None else one.named
-        if together:  # two tokens of an outcome that stands for several may differ: such tokens do not count
+        end = one.start + len(x)
+        if together := (together or [])[one.start : end]:
+            # two tokens of an outcome that stands for several may differ: such tokens do not count
             square = p[: len(together), :named].square().sum(-1, dtype=torch.float64)
             alike = torch.tensor(together, device=p.device) & (x[: len(together)] < named)
             difference = alike.sum() - square.sum()
@@ -211,8 +244,8 @@ class _Tally:
             u = torch.rand(len(x), generator=self.generator, dtype=torch.float64).to(p.device)
             self.ranks.setdefault(name, []).append(rank(p, x, order, u)[possible].cpu())
 
-    def audit(self, texts: int) -> Audit:
-        scores: dict[str, float] = {}
+    def audit(self, texts: int, calls: ServedCalls | None) -> Audit:
+        scores = {CALLS: calls.z} if calls else {}
         difference, variance, size = self.sums.tolist()
         count = sum(map(len, self.ranks.get("by p", [])))
         if variance > 0:
@@ -248,6 +281,7 @@ class _Tally:
             self.impossible,
             int(ALLOWED * self.tokens),
             power * size / 2 / count if count and variance > 0 else math.inf,
+            calls,
         )
 
 

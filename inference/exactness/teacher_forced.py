@@ -218,16 +218,17 @@ def whole_texts(
     texts: Sequence[list[int]],
     sampling: Sampling,
     vocabulary: int,
+    block: int | None = None,
 ) -> Iterator[TextLogits]:
     """Yield the logits that predict every token of `texts`, in blocks, from transformers' own forward of each whole
     text. No cache and no code of the engine is used. The arguments are those of `teacher_forced`.
 
     Each block has one text. A long text gives several blocks, each from its own forward, so that a block has at most
-    CELLS logits.
+    `block` tokens; None for as many as have CELLS logits.
     """
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         ids = torch.tensor([[*prompt, *text[:-1]]], device=model.device)
-        n = max(1, CELLS // model.config.get_text_config().vocab_size)
+        n = block or max(1, CELLS // model.config.get_text_config().vocab_size)
         for start in range(0, len(text), n):
             x = torch.tensor([text[start : start + n]], device=model.device)
             at = [len(prompt) - 1 + start + j for j in range(x.shape[1])]

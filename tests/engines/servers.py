@@ -13,15 +13,27 @@ from pathlib import Path
 from typing import Any
 
 SERVE = Path(__file__).parents[2] / "inference" / "servers" / "vllm_serve.py"
-START = 600  # seconds, on cores that others use too
+SHIPPED = ("-m", "vllm.entrypoints.launchers.api_server.entry")
+START = 1500  # seconds, on cores that others use too
 
 
 @contextmanager
-def serving(target: str, speculative: dict[str, Any] | None, log: Path, rows: int = 8) -> Iterator[str]:
-    """The address of a running server. Raises RuntimeError, with its last lines, when it does not start."""
+def serving(
+    target: str, speculative: dict[str, Any] | None, log: Path, rows: int = 8, repaired: bool = True
+) -> Iterator[str]:
+    """The address of a running server. repaired: False for vLLM as it is shipped, see `vllm_repair`. Raises
+    RuntimeError, with its last lines, when it does not start."""
     port = _free()
     command = [
-        *(os.environ["COTRAIN_VLLM"], str(SERVE), "--model", target, "--dtype", "bfloat16", "--enforce-eager"),
+        *(
+            os.environ["COTRAIN_VLLM"],
+            *([str(SERVE)] if repaired else SHIPPED),
+            "--model",
+            target,
+            "--dtype",
+            "bfloat16",
+            "--enforce-eager",
+        ),
         *("--max-model-len", "256", "--max-num-seqs", str(rows), "--host", "127.0.0.1", "--port", str(port)),
     ]
     if speculative:

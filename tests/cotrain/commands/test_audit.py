@@ -42,7 +42,7 @@ def test_texts_of_a_rollout_pass_and_not_at_another_temperature(
     status, found = audited(target, tmp_path / "out", given, "regime.temperature=0.6")
     assert status == 1 and abs(found["scores"]["likelihood"]) > found["limit"]
     said = capfd.readouterr()
-    assert "the texts are NOT the target's" in said.out and "are not sampled from this target" in said.err
+    assert "the texts are NOT the target's" in said.out and "are NOT the target's (likelihood" in said.err
     page = (tmp_path / "out" / "report.html").read_text()
     assert "NOT the target" in page and "likelihood" in page
 
@@ -82,6 +82,24 @@ def test_greedy_texts_pass_and_sampled_ones_do_not(server: FakeVLLM, target: Pat
     size = [f"url={server.url}", "prompts=4", "prompt_tokens=6", "new_tokens=20", "regime.temperature=0"]
     assert audited(target, tmp_path / "out", *size)[0] == 0
     assert audited(target, tmp_path / "out", f"texts={file}", "regime.temperature=0")[0] == 1
+
+
+def test_counters_are_compared_with_the_texts(
+    server: FakeVLLM, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server counts 9 or 10 rounds of two drafts for a text of 20 tokens; the first comes without a round. With the
+    target as draft all are accepted: 6 or 7 rounds a text."""
+    monkeypatch.setattr("cotrain.commands.audit.stable_counters", lambda client: client.counted())
+    draft, size = draft_folder(tmp_path / "draft", target, "independent"), ["prompts=4", "prompt_tokens=6"]
+    for kind, name in ((target, "target_is_the_draft"), (draft, "another")):
+        server.drafts = True
+        output, asked = tmp_path / name, [f"url={server.url}", f"draft.path={kind}", "new_tokens=20", *size]
+        audited(target, output, *asked)
+        server.drafts = False
+        calls = json.loads((output / "report.json").read_text())["audit"]["calls"]
+        assert calls["counted"] == 80
+        assert (calls["expected"] == pytest.approx(8 * 19 / 3, abs=8)) == (kind == target)
+    assert audited(target, tmp_path / "none", *asked)[1]["calls"] is None  # of a server without counters
 
 
 def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,12 @@ environment with the package xllamacpp, which has the server as a library.
 One request a line in, one answer a line out. SETTINGS (JSON): target and draft, GGUF files, draft null for none; type,
 the server's --spec-type; k, drafts a round; sampled, whether drafts are drawn (--spec-draft-sampling probabilistic);
 context, the most tokens of a text; rows, texts at once. A request: {"prompts": lists of ids, "max_new_tokens",
-"temperature", "seed"}; its answer: {"tokens": lists of ids, "seconds", "drafted", "accepted"}.
+"temperature", "seed", "may_end": whether texts end at the end token, false if not given}; its answer: {"tokens": lists
+of ids, "ended": whether each ended so, "seconds", "drafted", "accepted"}.
 """
 
 import json
+import os
 import sys
 import time
 import urllib.request
@@ -20,17 +22,17 @@ from typing import Any
 def started(settings: dict[str, Any]) -> Any:
     import xllamacpp
 
-    params, rows = xllamacpp.CommonParams(), settings["rows"]
+    params, rows, threads = xllamacpp.CommonParams(), settings["rows"], len(os.sched_getaffinity(0))
     params.model.path = settings["target"]
     params.n_ctx, params.n_parallel, params.n_predict = settings["context"] * rows, rows, -1
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_ram_mib, params.n_gpu_layers, params.warmup = 0, 0, False
     params.port, params.fit_params, params.verbosity = 0, False, 3
     if settings["draft"]:
         draft = params.speculative.draft
         draft.mparams.path, draft.n_max, draft.n_min, draft.p_min = settings["draft"], settings["k"], 0, 0.0
         draft.probabilistic = settings["sampled"]
-        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 2
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = threads
         kind = f"COMMON_SPECULATIVE_TYPE_{settings['type'].upper().replace('-', '_')}"
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
     return xllamacpp.Server(params)
@@ -48,7 +50,7 @@ def main() -> None:
             "temperature": asked["temperature"],
             "seed": asked["seed"] * 65536 + row,
             "samplers": ["temperature"],
-            "ignore_eos": True,
+            "ignore_eos": not asked.get("may_end"),
             "return_tokens": True,
             "cache_prompt": False,
         }
@@ -67,6 +69,7 @@ def main() -> None:
             counts = [answer["timings"] for answer in answers]
             answer = {
                 "tokens": [answer["tokens"] for answer in answers],
+                "ended": [answer["stop_type"] == "eos" for answer in answers],
                 "seconds": time.perf_counter() - start,
                 "drafted": sum(one.get("draft_n", 0) for one in counts),
                 "accepted": sum(one.get("draft_n_accepted", 0) for one in counts),

@@ -7,7 +7,21 @@ from statistics import mean, pstdev
 import pytest
 import torch
 
-from inference.exactness.audit import LEVEL, Audit, ServedText, audit, partners, pearson, rank, standard
+from inference.exactness.audit import (
+    LEVEL,
+    Audit,
+    ServedCalls,
+    ServedText,
+    audit,
+    from_target,
+    partners,
+    pearson,
+    rank,
+    standard,
+)
+from inference.models.lm import LM
+from inference.sampling import Sampling
+from tests.tiny import tiny
 
 V = 7
 
@@ -168,3 +182,33 @@ def test_texts_of_a_prompt_are_compared_up_to_their_first_difference() -> None:
     served = [(row, ServedText(torch.tensor(text), p)) for row, text in enumerate(texts)]
     found = audit(served, ["a", "a"], texts).scores["equal prompts"]
     assert found == pytest.approx((0.75 - 0.25) / math.sqrt(2 * 0.25 * 0.75))
+
+
+def test_calls_of_a_server_are_those_of_its_texts() -> None:
+    """A count 8 sigma away fails alone, with a verdict that is not about the texts; .5 % of rounding passes."""
+    served, ids = drawn(1, 20, 250)
+    for counted, right in ((1000, True), (1160, False)):
+        found = audit(served, [*range(20)], ids, ServedCalls(counted, 1000.0, 19.0))
+        assert found.passed == right and ("NOT with so many target calls" in found.lines()[0]) != right
+    hot, ids = drawn(1, 20, 250, sharpness=0.6)
+    assert "are NOT the target's" in audit(hot, [*range(20)], ids, ServedCalls(1160, 1000.0, 19.0)).lines()[0]
+    certain = audit([], [], [], ServedCalls(1005, 1000.0, 0.0))
+    assert certain.passed and certain.scores["target calls"] == 1
+
+
+def test_a_long_text_is_audited_in_parts_as_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the numbers of ranks, which are drawn: each token once, and the parts know where they begin."""
+    model = tiny(vocab=16, layers=1, seed=3, dtype=torch.float32)
+    texts = [[(i * j) % 16 for j in range(1, 31)] for i in (3, 3, 5)]
+    texts[1] = [*texts[1][:20], 1, *texts[1][21:]]
+    given = [[1, 2]] * 3
+    found = []
+    for cells in (1 << 26, 16 * 7):
+        monkeypatch.setattr("inference.exactness.audit.LOGITS", cells)
+        parts = [*from_target(model, given, texts, Sampling(), 16, LM(model, 1))]
+        assert len(parts) == 3 * (1 if cells > 1000 else 5) and max(len(one.x) for _, one in parts) <= cells // 16
+        found.append(audit(parts, ["a"] * 3, texts))
+    whole, cut = found
+    assert cut.tokens == whole.tokens == 90
+    for name in ("likelihood", "equal prompts", "favoured by the draft"):
+        assert cut.scores.get(name) == pytest.approx(whole.scores.get(name), abs=1e-5), name
