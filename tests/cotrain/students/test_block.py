@@ -21,7 +21,13 @@ from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
 from tests.cotrain.students.test_p_eagle import IDS, guessed, states_of
 from tests.tiny import tiny
 
-SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"markov_rank": 3},
+    {"draft_vocab_size": 16, "markov_rank": 3},
+    {"target_head": True},
+]
 
 
 def student(**settings: Any) -> BlockStudent:
@@ -52,7 +58,10 @@ def by_hand(one: BlockStudent, ids: Tensor, anchor: int) -> Tensor:
         normed(network.fc.weight @ torch.cat([states[layer][0, t] for layer in config.layers]), network.hidden_norm)
         for t in range(anchor)
     ]
-    x = [one.target.get_input_embeddings().weight[ids[anchor]], *[network.mask_embedding] * config.depths]
+    embedding = one.target.get_input_embeddings().weight
+    mask = embedding[config.dflash_config["mask_token_id"]] if config.target_head else network.mask_embedding
+    head = (one.target if config.target_head else network).lm_head
+    x = [embedding[ids[anchor]], *[mask] * config.depths]
     for layer in network.layers:
         w = layer.self_attn
         read = [normed(q, layer.input_layernorm) for q in x]
@@ -68,7 +77,7 @@ def by_hand(one: BlockStudent, ids: Tensor, anchor: int) -> Tensor:
                 parts.append(share.softmax(-1) @ torch.stack(values[:seen]))
             x[i] = x[i] + w.o_proj.weight @ torch.cat(parts)
         x = [q + layer.mlp(normed(q, layer.post_attention_layernorm)) for q in x]
-    logits = torch.stack([network.lm_head.weight @ normed(q, network.norm) for q in x[1:]])
+    logits = torch.stack([head.weight @ normed(q, network.norm) for q in x[1:]])
     if config.markov_rank:  # of the token before: the anchor, then the text's
         before = [ids[anchor + depth] for depth in range(config.depths) if anchor + depth < len(ids)]
         w1, w2 = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
