@@ -88,6 +88,7 @@ def test_transformers_computes_the_distributions_that_were_trained(
     block = torch.tensor([[PROMPT[anchor], *[assistant.config.mask_token_id] * (assistant.config.block_size - 1)]])
     output = assistant(noise_embeds=target.get_input_embeddings()(block), context_hidden_states=context)
     theirs = target.lm_head(output.last_hidden_state)[0, 1:].log_softmax(-1)
+    assert assistant.config.layer_types == ["full_attention"] * 2
     student = BlockStudent(network, target)
     guesses = student.guesses({"ids": ids}, states_of(student, ids))
     assert len(guesses) == len(theirs) == DEPTHS and assistant.config.mask_token_id == MASK
