@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MuseGlimmerAssistantConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
 from cotrain.export.engines import GGUF_FILE, MARKOV, TARGET_HEAD, TREES, drafting, is_parallel
@@ -38,23 +38,7 @@ from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
 RAW_RESIDUAL = ("sglang", "tensorrt_llm")  # whose layers add the features themselves, by their sources
-OF_ASSISTANT = (  # keys of config.json that keep their names in transformers' DFlash
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rms_norm_eps",
-    "rope_parameters",
-    "max_position_embeddings",
-    "vocab_size",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "block_size",
-    "dtype",
-)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # ids that transformers' DFlash gives defaults
 ASSISTANT = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}  # DFlash's names -> transformers'
 
 
@@ -240,14 +224,14 @@ def _as_assistant(folder: Path, network: BlockNetwork) -> None:
     """Convert the files in `folder` from the DFlash format to transformers' one architecture for it, in place."""
     save_file(renamed(load_file(folder / WEIGHTS), ASSISTANT), folder / WEIGHTS, metadata={"format": "pt"})
     ours = read_json(folder / CONFIG)
-    config = MuseGlimmerAssistantConfig(
-        architectures=["MuseGlimmerAssistantModel"],
-        layer_types=["full_attention"] * network.config.num_hidden_layers,
-        mask_token_id=ours["dflash_config"]["mask_token_id"],
-        target_layer_ids=ours["dflash_config"]["target_layer_ids"],
-        **{key: ours.get(key) for key in OF_ASSISTANT},
-    )
-    _replace_config(folder, config.to_dict())
+    changes = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "layer_types": ["full_attention"] * network.config.num_hidden_layers,
+        "mask_token_id": ours["dflash_config"]["mask_token_id"],
+        "target_layer_ids": ours["dflash_config"]["target_layer_ids"],
+    }
+    _replace_config(folder, dict.fromkeys(SPECIAL) | ours | changes)
 
 
 def _replace_config(folder: Path, values: Mapping[str, Any]) -> None:
