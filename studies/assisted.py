@@ -55,7 +55,7 @@ def assisted_arm(
         with ExitStack() as stack:
             stack.enter_context(seeded(model, seed))
             stack.enter_context(generating_by(model, config))
-            if assistant is not None:
+            if assistant is not None and assistant.can_generate():  # blocks of DFlash do not
                 stack.enter_context(generating_by(assistant, _drafting(assistant, k)))
             size = 1 if single else rows or len(prompts)
             groups = [list(prompts[i : i + size]) for i in range(0, len(prompts), size)]

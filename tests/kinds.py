@@ -99,7 +99,8 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
         ids = torch.arange(0, config.vocab_size, 2)[: network.config.draft_vocab_size]
         if network.pruned:
             network.know(ids.tolist())
-        fill(network.lm_head, target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
+        if network.lm_head is not None:
+            fill(network.lm_head, target.get_output_embeddings().weight[ids if network.pruned else slice(None)])
     return network.to(target.device)
 
 
@@ -110,8 +111,11 @@ def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PE
 
 
 def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> BlockNetwork:
-    """As `eagle`, of two layers, changed at random; the Markov head too."""
-    network: BlockNetwork = eagle(target, noise, BlockNetwork, **{"num_hidden_layers": 2, **settings})
+    """As `eagle`, of two layers, changed at random; the Markov head too. The mask is the target's last id but one."""
+    mask = {"mask_token_id": target.config.vocab_size - 2}
+    network: BlockNetwork = eagle(
+        target, noise, BlockNetwork, **{"num_hidden_layers": 2, "dflash_config": mask, **settings}
+    )
     if network.markov_head is not None:
         with torch.no_grad():
             network.markov_head.markov_w2.weight += 0.5 * torch.randn_like(network.markov_head.markov_w2.weight)
@@ -222,6 +226,7 @@ KINDS = {
     "block, pruned": Kind(
         lambda target, **settings: Block(block(target, draft_vocab_size=half(target), markov_rank=3), **settings)
     ),
+    "block, target's head": Kind(lambda target, **settings: Block(block(target, target_head=True), **settings)),
     "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
     "independent, pruned": Kind(
         lambda target, **settings: Independent(small(near(target, 0.15), half(target)), **settings)

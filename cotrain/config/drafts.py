@@ -135,7 +135,7 @@ class PEagleDraft(EagleDraft):
 
 class BlockDraft(_Headed):
     """Layers over the target's states. One pass over a block of mask tokens drafts all tokens of a round. The draft is
-    as wide as the target and uses the target's norm and head."""
+    as wide as the target, and begins with the target's norm and head."""
 
     one_start = False
 
@@ -150,6 +150,9 @@ class BlockDraft(_Headed):
     """null: as many as query heads."""
     depths: Size | None = 8
     """Mask tokens of a block; each drafts one token."""
+    head: Annotated[str, one_of("own", "target")] | None = None
+    """own: a head and an embedding of the mask token, which learn. target: the target's head, frozen, and its embedding
+    of a token that texts do not have, as in published DFlash drafts. null: own, or as in draft.path=."""
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
     """Whether a mask token attends to its whole block (bidirectional, null) or to the tokens before it (causal)."""
     markov: Count | None = None

@@ -6,7 +6,9 @@ engines use the target's. The format of speculators has another config.json, the
 A p_eagle draft, which only vLLM loads, has the id of the mask token and the tensor mask_hidden in both formats.
 
 Draft folders of kind block have DFlash's format, except that vLLM reads the mask token's embedding from a separate
-file. DSpark alone can hold a Markov head; elsewhere it is left out.
+file. SGLang, TensorRT-LLM and transformers take head and mask from the target, so they load only drafts that do so too.
+transformers has DFlash under other names, as the assistant of Muse Glimmer. DSpark alone can hold a Markov head;
+elsewhere it is left out.
 """
 
 import json
@@ -20,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
-from cotrain.export.engines import GGUF_FILE, MARKOV, TREES, drafting, is_parallel
+from cotrain.export.engines import GGUF_FILE, MARKOV, TARGET_HEAD, TREES, drafting, is_parallel
 from cotrain.export.fitting import refuse_small_head
 from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
@@ -29,12 +31,15 @@ from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.published import LAYER, LAYER_IDS, MASK_FILE, renamed
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
+from inference.models.pretrained import head_of, layers_of
 from inference.proposers import kind_of
 from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
 RAW_RESIDUAL = ("sglang", "tensorrt_llm")  # whose layers add the features themselves, by their sources
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # ids that transformers' DFlash gives defaults
+ASSISTANT = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}  # DFlash's names -> transformers'
 
 
 def export(
@@ -89,7 +94,7 @@ def export(
     refuse_small_head(source)
     network, tokenizer, _ = load_draft(source, network=kind_of(folder.kind).network_class, model=target)
     network.fits(target, str(source))
-    _refuse(network, Path(source), engine, layout)
+    _refuse(network, target, Path(source), engine, layout)
     metadata = folder.metadata.exported(name, k, objective)
     depths, remarks = network.config.depths, list[str]()
     if is_parallel(folder.kind) and metadata.k > depths:
@@ -127,24 +132,48 @@ def export(
         if layout == "speculators":
             _as_speculators(new, network, metadata, target)
         elif layout == "dflash" and engine != "llamacpp":
-            mask = {
-                "mask_token_id": network.config.dflash_config["mask_token_id"],
-                "embedding": network.mask_embedding.detach().cpu().clone(),
-            }
-            torch.save(mask, new / MASK_FILE)
+            _as_dflash(new, network, target)
+            if engine == "transformers":
+                _as_assistant(new, network)
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
 
 
-def _refuse(network: Any, source: Path, engine: str, layout: str) -> None:
-    """Raise UserError if the layout has a Markov head and the network none, or if the engine computes another layer."""
+def _refuse(network: Any, target: PreTrainedModel, source: Path, engine: str, layout: str) -> None:
+    """Raise UserError if the layout has a Markov head and the network none, or if the engine computes another layer,
+    another attention or another head."""
+    if isinstance(network, BlockNetwork):
+        _refuse_block(network, target, source, engine)
     if layout == MARKOV and network.markov_head is None:
         raise UserError(f"layout={layout}: {source} has no Markov head: set layout=dflash")
     if engine in RAW_RESIDUAL and network.config.norm_before_residual:
         raise UserError(
             f"engine={engine}: {source / CONFIG}: norm_before_residual is true, which it does not compute: set "
             "engine=vllm or llamacpp"
+        )
+
+
+def _refuse_block(network: BlockNetwork, target: PreTrainedModel, source: Path, engine: str) -> None:
+    at, instead = f"engine={engine}: {source / CONFIG}:", "set engine=vllm or llamacpp"
+    if engine in TARGET_HEAD and not network.config.target_head:
+        raise UserError(
+            f"{at} the draft has a head and a mask of its own, and this engine takes the target's: {instead}, or "
+            "train with draft.head=target"
+        )
+    if engine in TARGET_HEAD and network.config.causal:
+        raise UserError(
+            f"{at} its masks attend to earlier ones alone, and in this engine to all: {instead}, or train with "
+            "draft.mask=bidirectional"
+        )
+    if engine in TARGET_HEAD and min(network.config.layers) == 0:
+        raise UserError(f"{at} it reads the target's embeddings, and this engine gives outputs of layers: {instead}")
+    head: Any = target.get_output_embeddings()
+    states = torch.eye(2, network.config.hidden_size, dtype=head.weight.dtype, device=head.weight.device)
+    if network.config.target_head and not torch.allclose(head_of(target)(states), states @ head.weight.T):
+        raise UserError(
+            f"{at} the draft learnt with the target's head, which scales, caps or shifts its logits, and this engine "
+            "takes its matrix alone: train with draft.head=own"
         )
 
 
@@ -178,6 +207,37 @@ def _without_markov_head(network: Any, source: Path, metadata: Metadata) -> list
     return remarks
 
 
+def _as_dflash(folder: Path, network: BlockNetwork, target: PreTrainedModel) -> None:
+    """Add to the files in `folder` what engines read of a block draft: the size of a block, with its anchor, the number
+    of the target's layers, and the mask of a draft that has one of its own."""
+    sizes = {"block_size": network.config.depths + 1, "num_target_layers": layers_of(target.config)}
+    _replace_config(folder, read_json(folder / CONFIG) | sizes)
+    if network.mask_embedding is not None:
+        mask = {
+            "mask_token_id": network.config.dflash_config["mask_token_id"],
+            "embedding": network.mask_embedding.detach().cpu().clone(),
+        }
+        torch.save(mask, folder / MASK_FILE)
+
+
+def _as_assistant(folder: Path, network: BlockNetwork) -> None:
+    """Convert the files in `folder` from the DFlash format to transformers' one architecture for it, in place."""
+    save_file(renamed(load_file(folder / WEIGHTS), ASSISTANT), folder / WEIGHTS, metadata={"format": "pt"})
+    ours = read_json(folder / CONFIG)
+    changes = {
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "model_type": "muse_glimmer_assistant",
+        "layer_types": ["full_attention"] * network.config.num_hidden_layers,
+        "mask_token_id": ours["dflash_config"]["mask_token_id"],
+        "target_layer_ids": ours["dflash_config"]["target_layer_ids"],
+    }
+    _replace_config(folder, dict.fromkeys(SPECIAL) | ours | changes)
+
+
+def _replace_config(folder: Path, values: Mapping[str, Any]) -> None:
+    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, target: PreTrainedModel) -> None:
     """Convert the files in `folder` from the EAGLE-3 format to the format of speculators, in place."""
     embedding: Any = target.get_input_embeddings()
@@ -186,8 +246,7 @@ def _as_speculators(folder: Path, network: EagleNetwork, metadata: Metadata, tar
         folder / WEIGHTS,
         metadata={"format": "pt"},
     )
-    config = speculators_config(read_json(folder / CONFIG), metadata, type(target).__name__)
-    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _replace_config(folder, speculators_config(read_json(folder / CONFIG), metadata, type(target).__name__))
 
 
 def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture: str) -> dict[str, Any]:

@@ -88,20 +88,25 @@ def _sglang(
     tree: PlannedTree | None = None,
     algorithm: str = "STANDALONE",
 ) -> str:
+    serve = [
+        "python",
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        target,
+        "--speculative-algorithm",
+        algorithm,
+        "--speculative-draft-model-path",
+        draft,
+    ]
+    if algorithm == "DFLASH":  # a block has the anchor too; steps and children are not read
+        return shlex.join([*serve, "--speculative-num-draft-tokens", str(k + 1)])
     steps, children, nodes = (k, 1, k) if tree is None else (tree.depth, tree.most_children, len(tree.parents))
     # SGLang chooses the nodes among these: `children` of the root, then in each step the children of `children` nodes
     rated = children + (steps - 1) * children**2
     return shlex.join(
         [
-            "python",
-            "-m",
-            "sglang.launch_server",
-            "--model-path",
-            target,
-            "--speculative-algorithm",
-            algorithm,
-            "--speculative-draft-model-path",
-            draft,
+            *serve,
             "--speculative-num-steps",
             str(steps),
             "--speculative-eagle-topk",
@@ -137,6 +142,21 @@ def _transformers(draft: str, target: str, k: int, objective: str) -> str:
     return shlex.join(["python", "-c", code])
 
 
+def _transformers_blocks(draft: str, target: str, k: int, objective: str) -> str:
+    code = (
+        "from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer\n"
+        f"target, draft = {target!r}, {draft!r}\n"
+        "tokenizer = AutoTokenizer.from_pretrained(target)\n"
+        'target = AutoModelForCausalLM.from_pretrained(target, dtype="auto")\n'
+        "draft = AutoModel.from_pretrained(draft, dtype=target.dtype)\n"
+        'prompt = tokenizer("The", return_tensors="pt")\n'
+        'ids = target.generate(**prompt, assistant_model=draft, speculation_type="dflash", '
+        f"do_sample={objective == 'sampled'}, max_new_tokens=32)\n"
+        "print(tokenizer.decode(ids[0]))"
+    )
+    return shlex.join(["python", "-c", code])
+
+
 def _llamacpp(draft: str, target: str, k: int, objective: str, kind: str = "draft-simple") -> str:
     """Return the launch command. It sets p-min to 0, because some builds have another default and then end a chain at a
     token that the draft is not sure of. kind: llama.cpp's name for the kind of draft; only causal LMs draw drafts."""
@@ -162,20 +182,32 @@ def _llamacpp(draft: str, target: str, k: int, objective: str, kind: str = "draf
 
 _vllm_features = partial(_vllm, method="eagle3")
 _sglang_features = partial(_sglang, algorithm="EAGLE3")
-_tensorrt_llm_features = partial(_tensorrt_llm, kind="Eagle3")
+# kind of TensorRT-LLM and the option that names the layers whose outputs it captures, by layout
+CAPTURING = {"eagle3": ("Eagle3", "eagle3_layers_to_capture"), "dflash": ("DFlash", "target_layer_ids")}
 
 # layout of `eagle3` -> the engines that load it, with their launch commands
 FEATURES: dict[str, dict[str, Command]] = {
     "eagle3": {
         "vllm": _vllm_features,
         "sglang": _sglang_features,
-        "tensorrt_llm": _tensorrt_llm_features,
+        "tensorrt_llm": partial(_tensorrt_llm, kind="Eagle3"),
         "llamacpp": partial(_llamacpp, kind="draft-eagle3"),
     },
     "speculators": {"vllm": _vllm_features},
-    "dflash": {"vllm": partial(_vllm, method="dflash"), "llamacpp": partial(_llamacpp, kind="draft-dflash")},
+    "dflash": {
+        "vllm": partial(_vllm, method="dflash"),
+        "llamacpp": partial(_llamacpp, kind="draft-dflash"),
+        "sglang": partial(_sglang, algorithm="DFLASH"),
+        "tensorrt_llm": partial(_tensorrt_llm, kind="DFlash"),
+        "transformers": _transformers_blocks,
+    },
     MARKOV: {"llamacpp": partial(_llamacpp, kind="draft-dspark")},
 }
+TARGET_HEAD = (
+    "sglang",
+    "tensorrt_llm",
+    "transformers",
+)  # whose block drafts have the target's head and embeddings alone
 BLOCKS = ("dflash", MARKOV)  # layouts of blocks, which engines draft in one pass by a method of its own
 # (engine, layout) that can draft trees -> a remark for the user; all others draft chains
 TREES = {
@@ -339,7 +371,8 @@ def launch(
         return _sglang_features(draft_path, target, k, objective, tree=tree)
     if layers and engine == "tensorrt_llm" and layout in FEATURES:
         # which does not take them from the draft's config.json
-        return _tensorrt_llm_features(draft_path, target, k, objective, eagle3_layers_to_capture=list(layers))
+        named, option = CAPTURING[layout]
+        return _tensorrt_llm(draft_path, target, k, objective, named, **{option: list(layers)})
     return _command(engine, layout, is_parallel(kind))(draft_path, target, k, objective)
 
 

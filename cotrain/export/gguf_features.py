@@ -3,7 +3,7 @@ a Markov head.
 
 llama.cpp gives the draft the inputs of the target's layers, the target's embedding, and the tokenizer of the file. Of
 DFlash and DSpark it takes the mask's embedding from the file's own table, at the id of the mask. So such a file has the
-target's embedding with that row replaced.
+target's embedding, with that row replaced if the draft has a mask of its own. A file has a head in any case.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from cotrain.errors import UserError
 from cotrain.export.gguf import ENGINE, add_sizes, add_words, pack_tensor, permuted, rope_factors, stored_as, write_all
 from inference.drafts.published import LAYER, renamed
+from inference.models.pretrained import head_weight
 from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import FeatureNetwork
 
@@ -80,7 +81,8 @@ def write_features(
         if network.markov_head is not None:
             writer.add_bool(f"{arch}.sample_from_anchor", False)
             writer.add_bool(f"{arch}.has_confidence_head", False)
-        remarks.append(f"llama.cpp embeds token {mask} as the mask: a round after this token drafts worse.")
+        if network.mask_embedding is not None:
+            remarks.append(f"llama.cpp embeds token {mask} as the mask: a round after this token drafts worse.")
     else:
         writer.add_uint32(f"{arch}.target_hidden_size", config.hidden_size)
         writer.add_bool(f"{arch}.norm_before_residual", config.norm_before_residual)
@@ -132,7 +134,10 @@ def tensors(network: FeatureNetwork, target: PreTrainedModel) -> Iterator[tuple[
     if isinstance(network, BlockNetwork):
         embedding: Any = target.get_input_embeddings()
         rows = embedding.weight.detach()[: config.vocab_size].float().cpu().clone()
-        rows[config.dflash_config["mask_token_id"]] = network.mask_embedding.detach().float().cpu()
+        if network.mask_embedding is None:
+            yield "output.weight", head_weight(target)[: config.vocab_size].float().cpu().numpy()
+        else:
+            rows[config.dflash_config["mask_token_id"]] = network.mask_embedding.detach().float().cpu()
         yield "token_embd.weight", rows.numpy()
     elif config.rope_parameters["rope_type"] == "llama3":
         frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))

@@ -22,7 +22,8 @@ from cotrain.config.groups import Init
 from cotrain.losses.guess import sent
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
-from cotrain.students.parallel import KEEP, starts
+from cotrain.students.parallel import KEEP, starts, unused_id
+from cotrain.teacher.target_model import halves
 from inference.proposers.block import Block, BlockNetwork
 from inference.proposers.eagle import Attend
 
@@ -39,12 +40,43 @@ class BlockStudent(EagleStudent):
     parallel = True
     network: BlockNetwork
 
+    def __init__(
+        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
+    ) -> None:
+        super().__init__(network, target, vocabulary)
+        self.target_head = halves(self.target, self.vocabulary)[1]
+        if network.config.dflash_config["mask_token_id"] is None:
+            network.config.dflash_config["mask_token_id"] = unused_id(network.config, vocabulary)
+
+    @classmethod
+    def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
+        if draft.head == "target":
+            _refuse_small_head(draft)
+        return super().initial(draft, init, target)
+
+    @classmethod
+    def loaded(cls, draft: Draft, target: PreTrainedModel) -> BlockNetwork:
+        """Return the network in draft.path=. If it has no head, draft.head=own gives it copies of what the target gives
+        it otherwise; with draft.head=null the target's head stays frozen."""
+        network: BlockNetwork = super().loaded(draft, target)
+        if network.config.target_head and draft.head == "own":
+            network.copy_head(target)
+        if network.config.target_head:
+            _refuse_small_head(draft)
+        return network
+
     @classmethod
     def settings_of(cls, draft: Draft) -> dict[str, Any]:
-        """Return the number of layers, the attention within a block and the rank of the Markov head, as entries of the
-        network's config. An entry is None if its setting is null."""
+        """Return the number of layers, the attention within a block, the rank of the Markov head and whose head it is,
+        as entries of the network's config. An entry is None if its setting is null."""
         causal = None if draft.mask is None else draft.mask == "causal"
-        return {"num_hidden_layers": draft.layers, "causal": causal, "markov_rank": draft.markov}
+        target_head = None if draft.head is None else draft.head == "target"
+        return {
+            "num_hidden_layers": draft.layers,
+            "causal": causal,
+            "markov_rank": draft.markov,
+            "target_head": target_head,
+        }
 
     @classmethod
     def sizes(cls, draft: Draft, init: Init, target: PreTrainedModel) -> dict[str, Any]:
@@ -90,7 +122,8 @@ class BlockStudent(EagleStudent):
         most = max(MOST_QUERIES * ids.shape[1] // (1 + K), 1)
         parts = sent(anchors, device).split(most)
         states = torch.cat([self._states(read[0], read[1], read[2], part, context) for part in parts], 1)
-        guesses, parameters, pruned = [], tuple(network.lm_head.parameters()), self.pruned
+        guesses, pruned = [], self.pruned
+        parameters = () if network.lm_head is None else tuple(network.lm_head.parameters())
         for depth in range(K):
             share = 1.0 if u is None else KEEP**depth / apart
             rows, columns = self._inside(anchors, depth, texts)
@@ -120,7 +153,7 @@ class BlockStudent(EagleStudent):
         T): of each token in its text. texts (B, T): the number of each token's text within its row. anchors (S,):
         positions in a row. context: for each layer, the keys and values (B, T, G, D) of the text's tokens."""
         network, S, n = self.network, len(anchors), 1 + self.network.config.depths
-        x = network.queries(self.embedded(ids[:, anchors]), n - 1).flatten(1, 2)
+        x = network.queries(ids[:, anchors], n - 1, self.embedded).flatten(1, 2)
         at = (positions[:, anchors].unsqueeze(-1) + torch.arange(n, device=ids.device)).flatten(1)
         every = torch.arange(ids.shape[1], device=ids.device)
         sees = (every < anchors.unsqueeze(1)) & (texts[:, anchors].unsqueeze(2) == texts.unsqueeze(1))  # (B, S, T)
@@ -129,6 +162,9 @@ class BlockStudent(EagleStudent):
         attends = [attend_blocks(keys, values, sees, own, network.groups, network.scale) for keys, values in context]
         states = network.states(x, *network.angles(at), attends)
         return states.unflatten(1, (S, n))[:, :, 1:]
+
+    def head(self, states: Tensor) -> Tensor:
+        return self.target_head(states) if self.network.lm_head is None else super().head(states)
 
     def proposer(
         self,
@@ -139,6 +175,16 @@ class BlockStudent(EagleStudent):
         shape: Sequence[int] | None = None,
     ) -> Block:
         return Block(self.network, greedy, compile=compile, int8=int8, shape=shape)
+
+
+def _refuse_small_head(draft: Draft) -> None:
+    """Raise ValueError for a setting of a head of the draft's own, since the head is the target's."""
+    for key in ("vocabulary", "head_rank"):
+        if value := getattr(draft, key):
+            raise ValueError(
+                f"draft.{key}={value}: the head is the target's, which is not changed: set draft.{key}=null, or "
+                "draft.head=own"
+            )
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:

@@ -42,7 +42,9 @@ PARTS = (
     "post_attention_layernorm",
 )
 
-KEYS = {"num_hidden_layers": "layers", "causal": "mask", "markov_rank": "markov"}  # of a config -> the setting
+# of a config -> the setting
+KEYS = {"num_hidden_layers": "layers", "causal": "mask", "markov_rank": "markov", "target_head": "head"}
+WORDS = {"causal": ("bidirectional", "causal"), "target_head": ("own", "target")}  # what false and true are as settings
 JUDGED = 8  # evaluate at least this many depths, since served rounds may be longer than those in training
 
 
@@ -89,7 +91,7 @@ class EagleStudent(Student):
             network.know(range(network.config.draft_vocab_size))
         if init.kind == "target_layers":
             cls.copy_layers(network, target, init.layers)
-        if init.kind == "target_layers" or draft.head_rank:
+        if network.lm_head is not None and (init.kind == "target_layers" or draft.head_rank):
             rows = head_weight(target)
             fill(network.lm_head, rows[network.known] if network.pruned else rows)
         return network
@@ -114,11 +116,16 @@ class EagleStudent(Student):
         copy_ends(network, network.midlayer.hidden_norm, norm, target)
 
     @classmethod
+    def loaded(cls, draft: Draft, target: PreTrainedModel) -> Any:
+        """Return the network in draft.path=, see `pretrained_network`."""
+        return pretrained_network(cls, draft, target)
+
+    @classmethod
     def _continued(cls, draft: Draft, target: PreTrainedModel) -> EagleNetwork:
         """Return the network in draft.path=. If draft.head_rank= is set, a whole head is replaced by the nearest head
         of this rank. Raises ValueError if the folder's vocabulary does not have draft.vocabulary= tokens, or if its
         head has another rank."""
-        network: EagleNetwork = pretrained_network(cls, draft, target)
+        network: EagleNetwork = cls.loaded(draft, target)
         known, rank = network.config.draft_vocab_size, network.config.head_rank
         if draft.vocabulary not in (None, known):
             raise ValueError(
@@ -304,7 +311,7 @@ def refuse_other(network: PreTrainedModel, draft: Draft, settings: Mapping[str, 
     for name, value in settings.items():
         if value is not None and value != getattr(network.config, name):
             key, own = KEYS[name], getattr(network.config, name)
-            own = ("causal" if own else "bidirectional") if name == "causal" else own
+            own = WORDS[name][own] if name in WORDS else own
             raise ValueError(
                 f"draft.{key}={getattr(draft, key)}: the weights in draft.path={draft.path} are for "
                 f"draft.{key}={own}: set draft.{key}={own}"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
@@ -262,22 +262,24 @@ def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:
 
 
 def name_mask(network: PreTrainedModel, vocabulary: int | None) -> None:
-    """Set the id of the mask token in the network's config, in place, unless it is set.
+    """Set the id of the mask token in the network's config, in place, unless it is set. vocabulary: see `unused_id`."""
+    if getattr(network.config, MASK, None) is None:
+        setattr(network.config, MASK, unused_id(network.config, vocabulary))
 
-    It is the first id past `vocabulary`, which is in no text. Without such an id it is the padding id, unless this id
-    ends texts; else the last id, which is rare in texts. vocabulary: the number of ids that can have mass, or None.
+
+def unused_id(config: PretrainedConfig, vocabulary: int | None) -> int:
+    """Return the id of a token that texts do not have, or rarely, for use as a mask.
+
+    It is the first id past `vocabulary`, which is in no text; the published drafts of DFlash have the same one, since
+    they add a mask token to the tokenizer. Without such an id it is the padding id, unless this id ends texts; else the
+    last id, which is often a reserved token. vocabulary: the number of ids that can have mass, or None.
     """
-    config = network.config
-    if getattr(config, MASK, None) is not None:
-        return
     padding, ends = id_of(config, "pad_token_id"), id_of(config, "eos_token_id")
     if vocabulary is not None and vocabulary < config.vocab_size:
-        mask = vocabulary
-    elif padding is not None and padding not in (ends if isinstance(ends, list) else [ends]):
-        mask = padding
-    else:
-        mask = config.vocab_size - 1
-    setattr(config, MASK, mask)
+        return vocabulary
+    if padding is not None and padding not in (ends if isinstance(ends, list) else [ends]):
+        return padding
+    return int(config.vocab_size) - 1
 
 
 class Masks(NamedTuple):

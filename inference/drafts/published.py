@@ -301,7 +301,8 @@ def _eagle(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
 
 def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel) -> Converted:
     """Convert a draft of DFlash, or one of DSpark that predicts no token at the anchor. Layer numbers are outputs of
-    layers. One token of a block is the anchor, so a round drafts one token less than a block has."""
+    layers. One token of a block is the anchor, so a round drafts one token less than a block has. A draft without a
+    head and without an embedding of the mask, as DFlash's are published, has the target's."""
     values, lacking = draft.values, list[str]()
     config, flat = _layer_config(draft, values, "qwen3"), {**values, **(values.get("dflash_config") or {})}
     spark = "DSpark" in draft.title
@@ -316,28 +317,32 @@ def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
         for name, tensor in renamed(tensors, {"model.": ""}).items()
         if not name.startswith("confidence_head.")
     }
+    if (draft.path / MASK_FILE).is_file() and "mask_embedding" not in tensors:
+        tensors["mask_embedding"] = torch.load(draft.path / MASK_FILE, map_location=target.device, weights_only=True)[
+            "embedding"
+        ]
     first, mask = tensors.get("markov_head.markov_w1.weight"), int(flat["mask_token_id"])
+    tokens, shared = _small_vocabulary(draft, tensors, config.vocab_size), {"lm_head.weight", "mask_embedding"}
+    target_head = tokens == config.vocab_size and not shared & tensors.keys()
     settings = _sizes(config) | {
         "num_hidden_layers": config.num_hidden_layers,
-        "draft_vocab_size": _small_vocabulary(draft, tensors, config.vocab_size),
+        "draft_vocab_size": tokens,
+        "target_head": target_head,
         LAYER_IDS: [number + 1 for number in flat["target_layer_ids"]],
         "depths": int(flat["block_size"]) - 1,
         "causal": bool(flat.get("causal", flat.get("is_causal", False))),
         "markov_rank": 0 if first is None else first.shape[1],
         "dflash_config": {"mask_token_id": mask},
     }
-    if (draft.path / MASK_FILE).is_file() and "mask_embedding" not in tensors:
-        tensors["mask_embedding"] = torch.load(draft.path / MASK_FILE, map_location=target.device, weights_only=True)[
-            "embedding"
-        ]
     if "mask_embedding" not in tensors:
         embedding: Any = target.get_input_embeddings()
         if mask >= len(embedding.weight):
             draft.refuse("mask_token_id", mask, f"an id below the target's {len(embedding.weight)}")
-        with torch.no_grad():
-            tensors["mask_embedding"] = embedding(torch.tensor([mask], device=embedding.weight.device))[0]
+        if not target_head:
+            with torch.no_grad():
+                tensors["mask_embedding"] = embedding(torch.tensor([mask], device=embedding.weight.device))[0]
         lacking.append(f"the embedding of the mask token {mask}")
-    return Converted(settings, _completed(draft, tensors, target, lacking), lacking)
+    return Converted(settings, _completed(draft, tensors, target, lacking, target_head), lacking)
 
 
 def _small_vocabulary(draft: Published, tensors: Mapping[str, Tensor], vocabulary: int) -> int:
@@ -347,10 +352,15 @@ def _small_vocabulary(draft: Published, tensors: Mapping[str, Tensor], vocabular
 
 
 def _completed(
-    draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel, lacking: list[str]
+    draft: Published,
+    tensors: dict[str, Tensor],
+    target: PreTrainedModel,
+    lacking: list[str],
+    target_head: bool = False,
 ) -> dict[str, Tensor]:
     """Return the tensors with the head and both tables of a pruned vocabulary, and without the embedding. Our networks
-    read the target's embedding, so another one is an error. lacking: gets what the target gives."""
+    read the target's embedding, so another one is an error. lacking: gets what the target gives. target_head: whether
+    the network reads the target's head, so that no head is added."""
     tensors = {name: tensor for name, tensor in tensors.items() if "rotary_emb." not in name}
     own = tensors.pop("embed_tokens.weight", None)
     if own is not None:
@@ -379,9 +389,10 @@ def _completed(
     elif offsets is not None and not offsets.is_meta and bool(offsets.any()):
         raise ValueError(f"{draft.path}: its head has all {vocabulary} tokens, but tensor d2t moves some of them")
     if "lm_head.weight" not in tensors:
-        head: Any = target.get_output_embeddings()
-        rows = head.weight[:vocabulary]
-        tensors["lm_head.weight"] = rows if known is None else rows[known.to(rows.device)]
+        if not target_head:
+            head: Any = target.get_output_embeddings()
+            rows = head.weight[:vocabulary]
+            tensors["lm_head.weight"] = rows if known is None else rows[known.to(rows.device)]
         lacking.append("lm_head")
     return tensors
 

@@ -8,8 +8,9 @@ of the block, or only to earlier ones if the draft is causal. Mask token i is at
 this draft.
 
 A Markov head (`models.markov`) may add a term for the preceding token to a draft's logits (DSpark, 2607.05147). Tensors
-have the names and shapes that serving engines load (`DFlashDraftModel`). The embedding is the target's;
-`mask_embedding` is an addition of this project.
+have the names and shapes that serving engines load (`DFlashDraftModel`). The embedding is the target's. As in published
+drafts, the head may be the target's too, and the mask the target's embedding of one of its tokens. Otherwise the
+network has a head of its own, and `mask_embedding`, which is an addition of this project.
 
 A cache slot s here has the keys and values of token s, in all layers. A round first stores the keys and values of the
 accepted tokens, computed from the states of the target pass. Then it stores those of its queries; the next round
@@ -20,16 +21,19 @@ H width of the target's states and of the draft, D width of an attention head, G
 tokens per row, K drafts per round, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from inference.models.cache import Window
 from inference.models.forward import picked_columns
 from inference.models.markov import MarkovHead
+from inference.models.pretrained import head_weight
+from inference.models.small_heads import fill
 from inference.models.step import Drafts, behind
 from inference.proposers.eagle import (
     Attend,
@@ -45,6 +49,8 @@ from inference.proposers.eagle import (
 )
 from inference.proposers.trees import TreeShape, from_one_pass
 
+Embed = Callable[[Tensor], Tensor]  # ids (...) -> embeddings (..., H)
+
 ARCHITECTURES = ["DFlashDraftModel"]
 # what engines read of the heads that drafts of earlier versions have; they are not loaded
 NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov": False}
@@ -53,8 +59,11 @@ NO_CONFIDENCE = {"enable_confidence_head": False, "confidence_head_with_markov":
 class BlockConfig(EagleConfig):
     """The config of a block draft, an `EagleConfig` with more keys. depths: number of drafts per round in training.
     causal: whether a query attends only to earlier queries. markov_rank: rank of the Markov head, 0 for none.
-    dflash_config: the form that serving engines read, with `causal`, the id of the mask token, and the layers that are
-    read, numbered by their outputs."""
+    target_head: whether the head is the target's, and the mask the target's embedding of the mask token. dflash_config:
+    the form that serving engines read, with `causal`, the id of the mask token (None until it is chosen), and the
+    layers that are read, numbered by their outputs.
+
+    Raises ValueError for the target's head with a pruned vocabulary or a low rank."""
 
     model_type = "qwen3"
     loaded_as = ARCHITECTURES
@@ -64,14 +73,17 @@ class BlockConfig(EagleConfig):
         num_hidden_layers: int = 1,
         causal: bool = False,
         markov_rank: int = 0,
+        target_head: bool = False,
         dflash_config: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(**settings | NO_CONFIDENCE)
-        self.num_hidden_layers, self.markov_rank = num_hidden_layers, markov_rank
+        self.num_hidden_layers, self.markov_rank, self.target_head = num_hidden_layers, markov_rank, target_head
+        if target_head and (self.draft_vocab_size != self.vocab_size or self.head_rank):
+            raise ValueError("target_head: the target's head has all tokens and its full rank")
         self.causal = bool((dflash_config or {}).get("causal", causal))
         self.dflash_config = {
-            "mask_token_id": self.vocab_size - 1,
+            "mask_token_id": None if target_head else self.vocab_size - 1,
             **(dflash_config or {}),
             "causal": self.causal,
             "target_layer_ids": output_layers(self.layers),
@@ -80,7 +92,7 @@ class BlockConfig(EagleConfig):
 
 class BlockNetwork(FeatureNetwork):
     """The network of a block draft: decoder layers over the queries of a block. mask_embedding (H,): the embedding of
-    the mask token."""
+    the mask token; None, like lm_head, if the target gives both."""
 
     config_class: Any = BlockConfig
     _keys_to_ignore_on_load_unexpected = [r"^confidence_head\."]
@@ -89,10 +101,14 @@ class BlockNetwork(FeatureNetwork):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        self.mask_embedding = nn.Parameter(config.initializer_range * torch.randn(config.hidden_size))
+        new = None if config.target_head else nn.Parameter(config.initializer_range * torch.randn(config.hidden_size))
+        self.register_parameter("mask_embedding", new)
         if config.markov_rank:
             self.markov_head = MarkovHead(config.vocab_size, config.markov_rank, config.draft_vocab_size)
         self.post_init()
+
+    def new_head(self, config: EagleConfig) -> Any:
+        return None if config.target_head else super().new_head(config)
 
     def add_layers(self, config: EagleConfig) -> None:
         self.hidden_norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -105,11 +121,27 @@ class BlockNetwork(FeatureNetwork):
         attentions: list[Any] = [layer.self_attn for layer in self.layers]
         return [attention.keys_values(x, cos, sin) for attention in attentions]
 
-    def queries(self, embedded: Tensor, K: int) -> Tensor:
-        """Return the queries (..., 1 + K, H) of a block: the anchor's, then K mask tokens'. embedded (..., H): the
-        embedding of the anchor."""
+    def queries(self, anchors: Tensor, K: int, embed: Embed) -> Tensor:
+        """Return the queries (..., 1 + K, H) of blocks: the anchor's, then K mask tokens'. anchors (...): ids. embed:
+        the target's embedding."""
+        if self.mask_embedding is None:
+            masks = anchors.new_full((*anchors.shape, K), self.config.dflash_config["mask_token_id"])
+            return embed(torch.cat((anchors.unsqueeze(-1), masks), -1))
+        embedded = embed(anchors)
         masks = self.mask_embedding.to(embedded.dtype).expand(*embedded.shape[:-1], K, -1)
         return torch.cat((embedded.unsqueeze(-2), masks), -2)
+
+    @torch.no_grad()
+    def copy_head(self, target: PreTrainedModel) -> None:
+        """Give the network a head and a mask of its own, in place: copies of what the target gives it."""
+        config, rows = self.config, head_weight(target)
+        config.target_head = False
+        with torch.device(self.fc.weight.device):
+            self.lm_head = self.new_head(config).to(self.dtype)
+        fill(self.lm_head, rows[: config.vocab_size])
+        embedding: Any = target.get_input_embeddings()
+        mask = embedding(torch.tensor([config.dflash_config["mask_token_id"]], device=embedding.weight.device))[0]
+        self.mask_embedding = nn.Parameter(mask.to(self.fc.weight, copy=True))
 
     def states(self, x: Tensor, cos: Tensor, sin: Tensor, attends: Sequence[Attend]) -> Tensor:
         """Return the states (A, n, H) that `head` reads. x (A, n, H): the queries. cos, sin (A, n, 1, D): of the rotary
@@ -156,14 +188,16 @@ class _Attention(nn.Module):
 
 class BlockDrafting(EagleDrafting):
     """Drafts a round in one pass over a block, as a function of tensors. Its constructor has the arguments of
-    `EagleDrafting`."""
+    `EagleDrafting`. target_head: the target's head, states (..., H) -> logits (..., V), for a network without one."""
+
+    target_head: Callable[[Tensor], Tensor]
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, network = self.slots(given), given["slots"].shape[0], self.network
         self.layer(slots, ids, features, Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit))
         anchor = picked_columns(ids, only)[:, 0]
-        x = network.queries(self.embedding(anchor).to(features.dtype), masks_of(network, K))
+        x = network.queries(anchor, masks_of(network, K), lambda ids: self.embedding(ids).to(features.dtype))
         positions = behind(pairs + only + 1, x.shape[1])
         window = ends = Window(0, len(ids), positions, None, limit)
         if not network.config.causal:
@@ -171,8 +205,8 @@ class BlockDrafting(EagleDrafting):
         mask = slots.mask(ends)
         attends = [slots.attend(layer, window, mask) for layer in range(len(network.layers))]
         states = network.states(x, *slots.angles(positions), attends)[:, 1 : K + 1]
-        logits, term = network.head(states, self.vocabulary), network.term(self.vocabulary)
-        return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
+        logits = self.target_head(states) if network.lm_head is None else network.head(states, self.vocabulary)
+        return from_one_pass(round, logits, self.branching, self.greedy, anchor, network.term(self.vocabulary))
 
     def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
         """Store the keys and values of tokens in all layers, in the slots of `window`. features (A, n, H): the tokens'
@@ -223,3 +257,10 @@ class Block(Eagle):
 
     def _room_for(self, K: int) -> int:
         return 1 + masks_of(self.network, K)
+
+    def _module(self, network: Any) -> EagleDrafting:
+        module = super()._module(network)
+        if network.lm_head is None:
+            assert isinstance(module, BlockDrafting) and self.host is not None
+            module.target_head = self.host.target.head
+        return module

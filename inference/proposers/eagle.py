@@ -137,7 +137,7 @@ class FeatureNetwork(PreTrainedModel):
         self.add_layers(config)
         self.norm = Norm(width, config.rms_norm_eps)
         self.markov_head: MarkovHead | None = None  # of the kinds that have one
-        self.lm_head = projection(width, config.draft_vocab_size, config.head_rank)  # (..., H) -> (..., Vd)
+        self.lm_head: Any = self.new_head(config)
         self.groups = config.num_attention_heads // config.num_key_value_heads
         self.scale = config.head_dim**-0.5
         self.pruned = config.draft_vocab_size < config.vocab_size
@@ -148,6 +148,10 @@ class FeatureNetwork(PreTrainedModel):
     def add_layers(self, config: EagleConfig) -> None:
         """Add the modules between `fc` and the norm."""
         raise NotImplementedError(f"{type(self).__name__}.add_layers")
+
+    def new_head(self, config: EagleConfig) -> Any:
+        """Return an untrained head, a module from states (..., H) to logits (..., Vd); None if the network has none."""
+        return projection(config.hidden_size, config.draft_vocab_size, config.head_rank)
 
     def get_input_embeddings(self) -> Any:
         """Return None, since the network reads the target's embeddings."""

@@ -39,7 +39,7 @@ TRAINED = {  # name -> settings of `cotrain train`
     ],
     "medusa": ["draft=medusa", f"draft.depths={K}", "trainer.steps=250", "optimizer.lr=6e-3"],
     "eagle": ["draft=eagle", f"draft.depths={K}", "trainer.steps=200"],
-    "block": [*BLOCK, "draft.markov=32"],
+    "block": [*BLOCK, "draft.markov=32", "draft.head=target"],
     "block, causal": [*BLOCK, "draft.mask=causal", f"draft.vocabulary={PRUNED}"],
     "p_eagle": ["draft=p_eagle", "init=pretrained", "draft.path=eagle", f"draft.depths={K}", "trainer.steps=150"],
 }

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from cotrain.bench import server_parity as checked
 from cotrain.cli import main
@@ -240,39 +240,62 @@ def test_llamacpp_serves_the_targets_texts_at_once(
         assert text.unexplained == 0 and tau >= 1
 
 
+@pytest.fixture(scope="module")
+def assisted(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
+    yield from reported("engines_out_transformers", pytestconfig)
+
+
+# of `drafts`: the class that loads the assistant, and arguments of generate
+ASSISTANTS: dict[str, tuple[Any, dict[str, str]]] = {
+    "four layers, sampled": (AutoModelForCausalLM, {}),
+    "block": (AutoModel, {"speculation_type": "dflash"}),
+}
+
+
 @pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("name", ASSISTANTS)
 def test_transformers_accepts_an_exported_draft_as_predicted(
-    temperature: float, plan: Plan, found: dict[str, Any], tmp_path: Path
+    name: str, temperature: float, plan: Plan, assisted: dict[str, Any], tmp_path: Path
 ) -> None:
-    """tau counts the target's calls; the greedy text is that of generate without a draft."""
-    folder = tmp_path / "served"
-    paths = [f"draft.path={draft_folder('four layers, sampled')}", f"output={folder}"]
-    assert main(["export", "engine=transformers", *paths]) == 0
-    network, metadata = load("four layers, sampled")
+    """tau counts the target's calls; the greedy text is that of generate without a draft. A block reads states of the
+    target, so it drafts nothing in the first call, which is not counted."""
+    folder, (model, more) = tmp_path / "served", ASSISTANTS[name]
+    assert main(["export", "engine=transformers", f"draft.path={draft_folder(name)}", f"output={folder}"]) == 0
+    network, metadata = load(name)
+    if more:
+        network.markov_head = None
     plan = in_regime(replace(plan, draft=network, kind=metadata.kind), temperature)
-    prompts = plan.final(0, plan.bench.prompts)
+    prompts, skipped = plan.final(0, plan.bench.prompts), len(more)
     arms = [
         assisted_arm(
             "assisted",
             plan.target,
             plan.sampling,
             SIZE.new_tokens,
-            assistant=AutoModelForCausalLM.from_pretrained(folder, dtype=plan.target.dtype).eval(),
+            assistant=model.from_pretrained(folder, dtype=plan.target.dtype).eval(),
+            k=K,
+            **more,
         ),
         transformers_arm("plain", plan.target, plan.sampling, SIZE.new_tokens),
     ]
     timing = interleave(arms, prompts, len(prompts), warmup=0)
-    texts, stats = timing.texts("assisted"), timing.stats("assisted")
+    tokens, stats = timing.texts("assisted").tokens, timing.stats("assisted")
+    begun = [prompt + text[:skipped] for prompt, text in zip(prompts, tokens, strict=True)]
+    ids, rest = row_ids(begun), [text[skipped:] for text in tokens]
+    texts = Emitted(begun, ids, rest, [Counts() for _ in ids])
     engine = plan.engine(K, 1, proposer=plan.proposer())
-    predicted = expected(pair_figures(engine, plan.proposer(), texts, plan.sampling, SIZE.new_tokens, 0.0), "token")
+    new_tokens = SIZE.new_tokens - skipped
+    predicted = expected(pair_figures(engine, plan.proposer(), texts, plan.sampling, new_tokens, 0.0), "token")
     assert stats is not None and predicted is not None
-    figures = {"served": stats.tau, "predicted": sum(map(len, texts.tokens)) / predicted.calls, "tokens": stats.tokens}
-    found.setdefault("transformers", {})[f"temperature {temperature:g}"] = figures
-    print(f"\ntransformers, temperature {temperature:g}: {figures}")
-    assert abs(stats.tau / figures["predicted"] - 1) < checked.TOLERANCE
+    emitted, calls = sum(map(len, rest)), stats.target_calls - skipped * len(prompts)
+    figures = {"served": emitted / calls, "predicted": emitted / predicted.calls, "tokens": emitted}
+    found = assisted.setdefault(name, {})
+    found[f"temperature {temperature:g}"] = figures | {"deviation": predicted.variance**0.5 / predicted.calls}
+    print(f"\ntransformers, {name}, temperature {temperature:g}: {found}")
+    assert abs(figures["served"] / figures["predicted"] - 1) < checked.TOLERANCE
     if not temperature:
-        text = same_text(plan, timing.texts("plain").tokens, texts.tokens)
-        found["transformers"]["greedy_text"] = vars(text) | {"line": text.line()}
+        text = same_text(plan, timing.texts("plain").tokens, tokens)
+        found["greedy_text"] = vars(text) | {"line": text.line()}
         print(text.line())
         assert text.unexplained == 0
         command = [sys.executable, *on_card(folder, "python")]

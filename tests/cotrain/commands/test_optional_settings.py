@@ -28,7 +28,7 @@ TAKES = {
     "conditioned": {*SHAPE, "temperatures", "vocabulary", "head_rank"},
     "eagle": {"intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "head_rank"},
     "p_eagle": {"intermediate", "head_dim", "kv_heads", "depths", "vocabulary", "head_rank", "markov"},
-    "block": {*SHAPE, "depths", "vocabulary", "head_rank", "mask", "markov"} - {"width"},
+    "block": {*SHAPE, "depths", "vocabulary", "head_rank", "head", "mask", "markov"} - {"width"},
     "early_exit": {"layers", "rank", "depths"},
     "parallel": {*SHAPE, "depths", "vocabulary", "head_rank", "markov"},
     "medusa": {"layers", "depths", "markov"},
@@ -54,6 +54,7 @@ VALUES = {
     "head_dim": 32,
     "kv_heads": 2,
     "temperatures": [0.0, 1.0],
+    "head": "target",
     "mask": "causal",
     "markov": 3,
 }

@@ -86,15 +86,18 @@ def test_an_export_leaves_the_target_as_it_was(
     assert torch.equal(target.get_input_embeddings().weight, before)
 
 
-@pytest.mark.parametrize("settings", [{}, {"causal": True, "markov_rank": 3, "draft_vocab_size": NARROW}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"causal": True, "markov_rank": 3, "draft_vocab_size": NARROW}, {"target_head": True}]
+)
 def test_a_block_is_what_llamacpp_asks_for(
     settings: dict[str, Any], target: LlamaForCausalLM, words: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """Rows as in transformers; the mask's row is the draft's own, every other the target's."""
+    """Rows as in transformers; the mask's row is the draft's own if it has one, every other the target's."""
     network = filled(kinds.block(target, **{IDS: LAYERS} | settings))
-    write_features(network, target, words, tmp_path / GGUF_FILE)
+    remarks = write_features(network, target, words, tmp_path / GGUF_FILE)
     said, read = contents(tmp_path / GGUF_FILE), arrays(tmp_path / GGUF_FILE)
-    mask, markov = network.config.dflash_config["mask_token_id"], bool(settings)
+    mask, markov = network.config.dflash_config["mask_token_id"], "markov_rank" in settings
+    assert any("embeds token" in one for one in remarks) == (not network.config.target_head)
     wanted = {"block_size": 1 + network.config.depths, "target_layers": LAYERS, "attention.causal": markov}
     wanted |= {"block_count": len(network.layers)} | ({"sample_from_anchor": False} if markov else {})
     wanted |= {"has_confidence_head": False} if markov else {}
@@ -104,7 +107,7 @@ def test_a_block_is_what_llamacpp_asks_for(
     for i, layer in enumerate(network.layers):
         for name, part in of_layer.items():
             same(read, f"blk.{i}.{name}.weight", layer.get_submodule(part).weight)
-    whole = {"fc": network.fc, "output_norm": network.norm, "output": network.lm_head}
+    whole = {"fc": network.fc, "output_norm": network.norm, "output": network.lm_head or target.lm_head}
     whole["enc.output_norm"] = network.hidden_norm
     if markov:
         whole |= {"markov_w1": network.markov_head.markov_w1, "markov_w2": network.markov_head.markov_w2}
@@ -112,7 +115,8 @@ def test_a_block_is_what_llamacpp_asks_for(
     for name, part in whole.items():
         same(read, f"{name}.weight", part.weight)
     rows = target.model.embed_tokens.weight.detach().clone()
-    rows[mask] = network.mask_embedding.detach()
+    if network.mask_embedding is not None:
+        rows[mask] = network.mask_embedding.detach()
     same(read, "token_embd.weight", rows)
     assert not read
 

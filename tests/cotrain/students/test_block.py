@@ -21,7 +21,13 @@ from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
 from tests.cotrain.students.test_p_eagle import IDS, guessed, states_of
 from tests.tiny import tiny
 
-SHAPES: list[dict[str, Any]] = [{}, {"causal": True}, {"markov_rank": 3}, {"draft_vocab_size": 16, "markov_rank": 3}]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"markov_rank": 3},
+    {"draft_vocab_size": 16, "markov_rank": 3},
+    {"target_head": True},
+]
 
 
 def student(**settings: Any) -> BlockStudent:
@@ -52,7 +58,10 @@ def by_hand(one: BlockStudent, ids: Tensor, anchor: int) -> Tensor:
         normed(network.fc.weight @ torch.cat([states[layer][0, t] for layer in config.layers]), network.hidden_norm)
         for t in range(anchor)
     ]
-    x = [one.target.get_input_embeddings().weight[ids[anchor]], *[network.mask_embedding] * config.depths]
+    embedding = one.target.get_input_embeddings().weight
+    mask = embedding[config.dflash_config["mask_token_id"]] if config.target_head else network.mask_embedding
+    head = (one.target if config.target_head else network).lm_head
+    x = [embedding[ids[anchor]], *[mask] * config.depths]
     for layer in network.layers:
         w = layer.self_attn
         read = [normed(q, layer.input_layernorm) for q in x]
@@ -68,7 +77,7 @@ def by_hand(one: BlockStudent, ids: Tensor, anchor: int) -> Tensor:
                 parts.append(share.softmax(-1) @ torch.stack(values[:seen]))
             x[i] = x[i] + w.o_proj.weight @ torch.cat(parts)
         x = [q + layer.mlp(normed(q, layer.post_attention_layernorm)) for q in x]
-    logits = torch.stack([network.lm_head.weight @ normed(q, network.norm) for q in x[1:]])
+    logits = torch.stack([head.weight @ normed(q, network.norm) for q in x[1:]])
     if config.markov_rank:  # of the token before: the anchor, then the text's
         before = [ids[anchor + depth] for depth in range(config.depths) if anchor + depth < len(ids)]
         w1, w2 = network.markov_head.markov_w1.weight, network.markov_head.markov_w2.weight
@@ -228,3 +237,38 @@ def test_first_weights_pass_on_the_highest_state_to_the_norm_and_head_of_the_tar
     for layer in network.layers:
         assert torch.equal(layer.self_attn.o_proj.weight, torch.eye(16, dtype=network.dtype))
     assert BlockStudent(network, target).proposer().depths == 3
+
+
+def test_the_head_of_the_target_is_no_weight_of_the_draft() -> None:
+    """Neither it nor the mask learns, or is in a folder."""
+    target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[])
+    settings = {"kind": "block", "layers": 1, "kv_heads": None, "intermediate": None, "head_dim": 8}
+    own, shared = (
+        BlockStudent.initial(draft(**settings, head=head), init, target)  # type: ignore[arg-type]
+        for head in ("own", "target")
+    )
+    ends = {"lm_head.weight": target.lm_head.weight.shape, "mask_embedding": (target.config.hidden_size,)}
+    assert {name: w.shape for name, w in own.named_parameters() if name not in dict(shared.named_parameters())} == ends
+    assert shared.state_dict().keys() <= own.state_dict().keys() and torch.equal(shared.norm.weight, own.norm.weight)
+    assert shared.config.dflash_config["mask_token_id"] is None
+    one = BlockStudent(shared.to(target.dtype), target, 32)
+    assert shared.config.dflash_config["mask_token_id"] == 31  # of 32, without padding
+    target.requires_grad_(False)  # as commands load it
+    before = target.lm_head.weight.clone()
+    made = module(one, target, "0.5*kl+0.5*tv")
+    optimizer = torch.optim.AdamW(made.parameters(), lr=0.1)
+    made.learn(batch(CONVERSATIONS, True)).backward()
+    assert all(bool(weight.grad.abs().sum() > 0) for weight in shared.parameters())
+    optimizer.step()
+    assert torch.equal(target.lm_head.weight, before)
+    held = sum(weight.numel() for group in optimizer.param_groups for weight in group["params"])
+    assert held == sum(weight.numel() for weight in shared.parameters())
+
+
+@pytest.mark.parametrize(("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)])
+def test_the_mask_is_a_token_that_texts_do_not_have(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
+    """Chosen once: a folder keeps the one that its draft learnt with."""
+    network = kinds.block(tiny(), target_head=True, dflash_config={}, pad_token_id=pad, eos_token_id=eos)
+    for known in (vocabulary, 20):
+        BlockStudent(network, tiny(), known)
+        assert network.config.dflash_config["mask_token_id"] == mask

@@ -18,8 +18,9 @@ from cotrain.students.base import KINDS, student_class
 from inference.drafts.draft_folder import METADATA, read
 from inference.models.pretrained import load_model
 from inference.proposers.conditioned import TABLE
+from tests.cotrain.students.test_p_eagle import guessed
 from tests.cotrain.training.test_preconditions import SIZES as RUN
-from tests.draft_folders import bare, draft_folder
+from tests.draft_folders import bare, draft_folder, written
 from tests.folders import own_texts, target_folder
 from tests.often import often
 
@@ -234,3 +235,30 @@ def test_check_accepts_a_folder_and_raises_before_weights_are_read(
     (other / "tokenizer.json").write_text(json.dumps(words), encoding="utf-8")
     assert run(place, tmp_path / "out", f"draft={kind}", f"draft.path={other}", "check=true") == 1
     assert f"draft.path={other}: a draft must use the target's token ids" in capsys.readouterr().err
+
+
+def test_the_head_of_a_block_stays_the_targets_unless_another_is_asked_for(place: Path, tmp_path: Path) -> None:
+    """As in published folders of DFlash. Its copy computes the same before it learns."""
+    target: Any = load_model(str(place / "target"))
+    path, ids = draft_folder(tmp_path / "draft", place / "target", "block", head="target"), torch.arange(2, 12)[None]
+    assert not {"lm_head.weight", "mask_embedding"} & load_file(path / "model.safetensors").keys()
+    drafts = [initial("block", path, target, head=head) for head in (None, "target", "own")]
+    assert [network.config.target_head for network in drafts] == [True, True, False]
+    mask = drafts[0].config.dflash_config["mask_token_id"]
+    assert mask == target.config.pad_token_id == 1
+    assert torch.equal(drafts[2].lm_head.weight, target.get_output_embeddings().weight.float())
+    assert torch.equal(drafts[2].mask_embedding, target.get_input_embeddings().weight[mask].float())
+    students = [student_class("block")(network, target) for network in drafts]
+    logits = [[guess.head(guess.states) for guess in guessed(one, ids)] for one in students]
+    for one in logits[1:]:
+        torch.testing.assert_close(one, logits[0])
+    again = initial("block", written(tmp_path / "own", place / "target", students[2]), target)
+    assert not again.config.target_head and again.config.dflash_config["mask_token_id"] == mask
+    said = "the weights in draft.path=.* are for draft.head=own: set draft.head=own"
+    with pytest.raises(ValueError, match=f"draft.head=target: {said}"):
+        initial("block", tmp_path / "own", target, head="target")
+    for key in ("vocabulary", "head_rank"):
+        with pytest.raises(ValueError, match=f"draft.{key}=20: the head is the target's, .* set draft.{key}=null, or"):
+            initial("block", path, target, **{key: 20})
+        with pytest.raises(ValueError, match=f"draft.{key}=20: the head is the target's"):
+            draft_folder(tmp_path / "none", place / "target", "block", head="target", **{key: 20})

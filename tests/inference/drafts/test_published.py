@@ -397,6 +397,8 @@ def test_block_logits_are_those_of_the_layout(layout: Any, tmp_path: Path, targe
     network, _, _ = load_draft(path, network=kind_of("block").network_class, model=target)
     layers = [number + 1 for number in IDS_OF_LAYERS]
     assert read(path).kind == "block" and network.config.depths == SIZE - 1 and [*network.config.layers] == layers
+    shared = not {"lm_head.weight", "mask_embedding"} & network.state_dict().keys()
+    assert shared == network.config.target_head == (layout is not causal)  # it is not copied
     student, states = student_class("block")(network, target), states_of(target, layers)
     joined = torch.cat([states[layer] for layer in layers], -1)[0]
     guesses = student.guesses({"ids": IDS}, Seen(states))
