@@ -320,8 +320,8 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, or if the
-        tokenizer has no chat template."""
+        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, if the
+        tokenizer has no chat template, or if that fails."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")

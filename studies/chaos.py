@@ -41,7 +41,7 @@ from cotrain.cli import main
 from cotrain.commands import bench, export, plan, rollout, train  # noqa: F401 - imported before the fork
 from cotrain.teacher import servers
 from cotrain.teacher.server_states import asked_layers
-from studies.trust import WRITES, write_part
+from studies.trust import WRITES, opens_to_write, write_part
 from tests.composing import composing_fast
 from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
@@ -71,6 +71,10 @@ def of_files(output: Path, *patterns: str) -> Figures:
         if file.suffix == ".ckpt":
             state = torch.load(file, weights_only=True, map_location="cpu")["state_dict"]
             found[name] = sha(b"".join(key.encode() + state[key].numpy().tobytes() for key in sorted(state)))
+        elif file.suffix == ".json":
+            values = json.loads(file.read_text())
+            values.pop("environment", None)  # with the date
+            found[name] = sha(json.dumps(values, sort_keys=True).encode())
         else:
             found[name] = sha(file.read_bytes())
     return found
@@ -114,7 +118,8 @@ class Ended:
 
 @dataclass
 class Chaos:
-    """Runs commands in `root`: `inputs` are read, `work` is written. usual: seconds and writes of an undisturbed run."""
+    """Runs commands in `root`: `inputs` are read, `work` is written. url: of the server with a teacher. wrong: what was
+    not as it should be, of one command. counts: of faults and comparisons, of one command."""
 
     root: Path
     rng: random.Random
@@ -148,7 +153,14 @@ class Chaos:
         eagle = ["draft=eagle", "init=scratch", "draft.intermediate=64", "trainer.remember_mb=0"]
         sizes = [one for one in SIZES if not one.startswith("init.layers")]
         texts = ["kind=train", "rollout.texts=24", "rollout.prompt_tokens=8", "rollout.new_tokens=24", "rollout.rows=2"]
-        few = ["texts=16", "batches=[1]", "threads=1", "bench.new_tokens=8", "bench.depths=[1,2]", "bench.quick_prompts=1"]
+        few = [
+            "texts=16",
+            "batches=[1]",
+            "threads=1",
+            "bench.new_tokens=8",
+            "bench.depths=[1,2]",
+            "bench.quick_prompts=1",
+        ]
         return {
             "distil": Job(["train", *given, *SIZES], of_training, saves=True),
             "joint": Job(["train", *given, *SIZES, *joint], of_training, saves=True),
@@ -282,7 +294,9 @@ class Chaos:
                 continue
             self.counts["ended by SIGTERM"] += 1
             if ended.status not in (143, -signal.SIGTERM) or ended.late > GRACE:
-                self.wrong.append(f"{when}: status {ended.status} after {ended.late:.1f} s: {ended.said.strip()[-300:]}")
+                self.wrong.append(
+                    f"{when}: status {ended.status} after {ended.late:.1f} s: {ended.said.strip()[-300:]}"
+                )
             if step := re.search(r"interrupted at step (\d+), which is saved", ended.said):
                 saved = [torch.load(one, weights_only=True)["global_step"] for one in self.output.rglob("last.ckpt")]
                 self.counts["with a checkpoint"] += 1
@@ -368,8 +382,7 @@ def _child(job: Job, output: Path, log: Path, writes: Path, write: int | None) -
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
-        opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-        if not opened and event not in WRITES:
+        if event not in WRITES and not (event == "open" and opens_to_write(arguments)):
             return
         if str(output) not in str(arguments[0]):
             return
@@ -410,14 +423,15 @@ def _mounted(place: Path, options: str) -> Iterator[None]:
 
 
 def _served(inputs: Path, ready: Path) -> None:
-    """Serve as a vLLM, in this forked process, until it is killed."""
+    """Serve as a vLLM, in this forked process, as long as the study runs."""
+    study = os.getppid()
     torch.set_num_threads(1)
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     target = network()
     with running(FakeVLLM(target, inputs / "served", asked_layers(target, [0, 0, 1]))) as fake:
         ready.write_text(fake.url)
-        while True:
+        while os.getppid() == study:
             time.sleep(1)
 
 
@@ -479,6 +493,8 @@ def main_of_study() -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     found, pids = dict[str, Any](), list[int]()
+    command = f"python -m studies.chaos {asked.out} --kills {asked.kills} --faults {asked.faults} --seed {asked.seed}"
+    command += "".join(f" --job {name}" for name in asked.job or ())
     with tempfile.TemporaryDirectory() as place, composing_fast():
         chaos = Chaos(Path(place), random.Random(asked.seed))
         chaos.work.mkdir()
@@ -500,13 +516,11 @@ def main_of_study() -> None:
                 found[name] = studied(chaos, name, asked.kills, asked.faults, mounts)
                 for one in found[name]["wrong"]:
                     print(f"  {name}: {one}", flush=True)
+                write_part(asked.out, "chaos", {"command": command, "mounted_disks": mounts, "commands": found})
         finally:
             for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-    command = f"python -m studies.chaos {asked.out} --kills {asked.kills} --faults {asked.faults} --seed {asked.seed}"
-    if not asked.job:
-        write_part(asked.out, "chaos", {"command": command, "mounted_disks": mounts, "commands": found})
 
 
 if __name__ == "__main__":

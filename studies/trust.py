@@ -27,6 +27,11 @@ NETWORK = ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname")
 STARTS = ("subprocess.Popen", "os.exec", "os.posix_spawn", "os.system")
 
 
+def opens_to_write(arguments: tuple[Any, ...]) -> bool:
+    """Return whether the event "open" with these arguments is of a file that may be written."""
+    return isinstance(arguments[2], int) and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
 def write_part(out: Path, name: str, figures: Mapping[str, Any]) -> None:
     """Write the part `name` of the report at `out`, with the environment. Other parts stay as they are."""
     parts = json.loads(out.read_text(encoding="utf-8")) if out.is_file() else {}
@@ -61,7 +66,7 @@ class Watch:
             self.seen.append(f"{event} {arguments[-1] if event == 'socket.connect' else arguments[0]}")
         elif event in STARTS:
             self.seen.append(f"{event} {arguments[0]}")
-        elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        elif event == "open" and opens_to_write(arguments):
             self._wrote(event, arguments[0])
         for place in WRITES.get(event, ()):
             self._wrote(event, arguments[place])

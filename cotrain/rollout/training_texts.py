@@ -370,8 +370,8 @@ def read_rows(path: Path) -> datasets.Dataset:
         return datasets.Dataset.from_parquet(glob.escape(str(file)), keep_in_memory=True)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"{file} cannot be read ({first_line(error)}): delete it and {beside(path, 'json').name}, and the same command samples the texts "
-            "again"
+            f"{file} cannot be read ({first_line(error)}): delete it and {beside(path, 'json').name}, and the same "
+            "command samples the texts again"
         ) from error
 
 

@@ -130,7 +130,8 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         raise ValueError("target.adapter: it needs peft: pip install 'cotrain[adapter]'") from error
     if Path(adapter).is_dir() and not (Path(adapter) / ADAPTER[1]).is_file():
         raise ValueError(
-            f"target.adapter: {adapter} has no {ADAPTER[1]}: save the adapter in this format; pickled files are not read"
+            f"target.adapter: {adapter} has no {ADAPTER[1]}: save the adapter in this format, since pickled files are "
+            "not read"
         )
     try:
         if weights_quantisation(model.config):

@@ -4,10 +4,11 @@
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,32 @@ def test_no_case_of_a_family_is_complained_about(family: str, place: Place) -> N
     cases = SMOKE.get(family, 10)
     done = fuzz.fuzz(family, cases, 0, place, lambda *_, **__: None)
     assert done["cases"] == cases and done["found"] == []
+
+
+class First:
+    """Draws the words that it is given, then the first option of each strategy, or `number`."""
+
+    def __init__(self, words: list[str], number: int) -> None:
+        self.words, self.number = words, number
+
+    def __call__(self, strategy: Any) -> Any:
+        options = getattr(getattr(strategy, "wrapped_strategy", strategy), "elements", None)
+        return self.words.pop(0) if self.words else options[0] if options else self.number
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"settings", "prompts"}))
+def test_a_case_that_changes_nothing_passes(
+    family: str, number: int, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a family would only show that broken inputs stay broken. number: which command uses the files."""
+    monkeypatch.setattr(fuzz, "changed", lambda draw, value: (value, "nothing"))
+    monkeypatch.setattr(fuzz, "damaged", lambda draw, content, *_: (content, "nothing"))
+    words = {"drafts": ["eagle", "config.json", "change"], "reports": ["report"], "safetensors": ["medusa"]}
+    place.fresh()
+    os.chdir(place.output)
+    case = FAMILIES[family](First(words.get(family, []), number), place)
+    assert complaints(replace(case, status="0"), place) == []
 
 
 def fails() -> None:
@@ -88,6 +115,7 @@ def test_a_fault_is_complained_about(
 
 def test_a_status_that_does_not_follow_is_complained_about(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "run", lambda cfg: None)
-    assert complaints(Case(["generate", "prompt=a"], "", status="not 0"), place) == ["status 0 where it should be not 0"]
-    assert complaints(Case(["generate", "promt=a"], "", status="0"), place) == ["status 2 where it should be 0"]
-    assert complaints(Case(["generate", "promt=a"], "", status="not 0"), place) == []
+    right, wrong = ["generate", "prompt=a"], ["generate", "promt=a"]
+    assert complaints(Case(right, "", status="not 0"), place) == ["status 0 where it should be not 0"]
+    assert complaints(Case(wrong, "", status="0"), place) == ["status 2 where it should be 0"]
+    assert complaints(Case(wrong, "", status="not 0"), place) == complaints(Case(right, "", status="0"), place) == []
