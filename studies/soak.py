@@ -66,7 +66,7 @@ def rounds(count: int) -> dict[str, Any]:
         regimes = [rng.choice(REGIMES) for _ in prompts]
         out = engine.generate(prompts, max_new_tokens=limits, sampling=regimes, seed=calls, ignore_eos=True)
         calls += 1
-        done, tokens = done + out.stats.rounds, tokens + sum(map(len, out.tokens))
+        done, tokens = done + out.stats.times["target"], tokens + sum(map(len, out.tokens))
         if done >= len(memory) * count / TENTHS + count / TENTHS:
             noted(memory, objects)
     return figures(memory, objects, time.perf_counter() - clock, rounds=done, calls=calls, tokens=tokens)

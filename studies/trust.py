@@ -64,7 +64,7 @@ class Watch:
             return
         if event in NETWORK:
             self.seen.append(f"{event} {arguments[-1] if event == 'socket.connect' else arguments[0]}")
-        elif event in STARTS:
+        elif event in STARTS and arguments[0] != "git":  # a report names the commit
             self.seen.append(f"{event} {arguments[0]}")
         elif event == "open" and opens_to_write(arguments):
             self._wrote(event, arguments[0])

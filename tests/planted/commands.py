@@ -112,4 +112,5 @@ ROWS_OF_BUGS = [
     ('pickled_adapters', 'cotrain/teacher/target_model.py', 'adapted', 'if Path(adapter).is_dir() and', 'if False and', ['tests/project/test_safety.py::test_pickled_weights_of_a_target_a_draft_and_an_adapter_are_refused'], 'a pickled adapter is read'),
     ('a_template_error_leaves_the_engine', 'inference/request.py', 'PromptReader._rendered', 'except Exception as error', 'except OSError as error', ['tests/project/test_safety.py::test_chat_templates_are_sandboxed'], "an engine raises jinja's error"),
     ('any_mask_file', 'inference/drafts/published.py', '_read_pickled', 'except Exception as error', 'except OSError as error', ['tests/inference/drafts/test_published.py::test_a_broken_embedding_of_the_mask_is_named'], 'a broken file of a published draft ends in an UnpicklingError'),
+    ('any_value_of_a_report', 'cotrain/commands/report.py', 'run', 'except (TypeError, LookupError, AttributeError, ArithmeticError, ValueError)', 'except OSError', ['tests/cotrain/page/test_page.py::test_values_of_other_types_end_in_a_sentence'], 'a report with a value of another type ends in a traceback'),
 ]
