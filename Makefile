@@ -23,7 +23,7 @@ LLAMACPP_READY = $(LLAMACPP)/ready
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal test-engines clean
+.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal test-engines chaos fuzz soak clean
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
@@ -33,6 +33,9 @@ help:
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
 	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, some four minutes"
 	@echo "make test-engines  set up, with a vLLM and a llama.cpp (npm), then serve drafts with them and compare what they accept"
+	@echo "make fuzz      set up, then run 10,000 commands on arbitrary settings, prompts, data, folders, reports and headers"
+	@echo "make chaos     set up, then kill, end and starve commands at random moments, and repeat them (root, for full disks)"
+	@echo "make soak      set up, then 100,000 rounds of an engine and 20,000 steps of a training: does memory grow"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), TORCH_INDEX=... the index torch comes from"
@@ -72,6 +75,13 @@ gpu-rehearsal: $(READY)
 test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \
 	    COTRAIN_TEST_MINUTES=$(MINUTES) $(BIN)/python -m pytest -rA -s tests/engines
+
+# each writes its part of the report
+fuzz chaos soak: export OMP_NUM_THREADS = 1
+fuzz chaos soak: export OMP_WAIT_POLICY = PASSIVE
+fuzz chaos soak: export HF_HUB_OFFLINE = 1
+fuzz chaos soak: $(READY)
+	$(BIN)/python -m studies.$@ outputs/results/trust.json
 
 clean:
 	rm -rf .venv .venv-engines $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache

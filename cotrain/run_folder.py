@@ -29,6 +29,7 @@ from inference.drafts.atomic import write_atomic
 State = Literal["new", "unfinished", "finished"]
 Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free", "longer" or "other", see `claim`
 MARKER, LOCK = "run.json", "run.lock"
+STATES = ("unfinished", "finished", "emptying")  # of a marker
 REPLACED = "replaced"  # in a folder: the run that overwrite=true replaces, until the new one is finished
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
 REPEATED = {
@@ -392,13 +393,19 @@ def _foreign(path: Path) -> bool:
 
 def read_marker(path: Path) -> dict[str, Any] | None:
     """Return the content of the marker in `path`, without settings that no longer exist and had no effect. Return None
-    if there is no marker, or if `run.json` is from another program."""
+    if there is no marker, or if `run.json` is from another program. Raises UserError if its state or its settings are
+    none that cotrain writes."""
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None
     if not isinstance(marker, dict) or "cotrain" not in marker:
         return None
+    if marker.get("state") not in STATES or not isinstance(marker.get("settings"), dict | None):
+        raise UserError(
+            f"{path / MARKER} is broken (state {marker.get('state')!r}): put a copy of the file there, or name another "
+            "folder"
+        )
     for key, removed in REMOVED.items():
         group, _, name = key.partition(".")
         settings = marker.get("settings")

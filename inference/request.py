@@ -320,8 +320,8 @@ class PromptReader:
 
     def _rendered(self, who: str, messages: Sequence[Message]) -> list[int]:
         """Return the ids of messages, rendered by the chat template. If the last message is the assistant's, the model
-        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, or if the
-        tokenizer has no chat template."""
+        continues its text. who: names the prompt in errors. Raises ValueError if a message lacks a key, if the
+        tokenizer has no chat template, or if that fails."""
         lacking = [one for one in messages if "role" not in one or "content" not in one]
         if lacking:
             raise ValueError(f"{who}: each message needs the keys role and content; one has {sorted(lacking[0])}")
@@ -329,13 +329,19 @@ class PromptReader:
         if tokenizer.chat_template is None:
             raise ValueError(f"{who}: messages need a tokenizer with a chat template; give text or token ids")
         continues = messages[-1]["role"] == "assistant"
-        text = tokenizer.apply_chat_template(
-            [dict(one) | {"content": content_of(who, one)} for one in messages],
-            tokenize=False,
-            add_generation_prompt=not continues,
-            continue_final_message=continues,
-            **self.template,
-        )
+        contents = [dict(one) | {"content": content_of(who, one)} for one in messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                contents,
+                tokenize=False,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                **self.template,
+            )
+        except Exception as error:  # whatever a template and its values raise
+            raise ValueError(
+                f"{who}: the tokenizer's chat template fails ({error}); give messages that it can render, or text"
+            ) from error
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenizer(self, who: str, what: str) -> PreTrainedTokenizerBase:

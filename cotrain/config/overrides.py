@@ -12,7 +12,7 @@ from cotrain.config.base import Mark, fields
 from cotrain.config.drafts import OF_KINDS
 from cotrain.config.names import alias, below, nearest, unknown
 from cotrain.config.settings import SCHEMAS, TrainConfig, flat, keys_of, presets
-from cotrain.errors import first_line
+from cotrain.errors import UserError, first_line
 from cotrain.losses.names import REMOVED_LOSSES
 from cotrain.paths import folder
 
@@ -29,6 +29,7 @@ def quote(arguments: Sequence[str]) -> list[str]:
     them unchanged.
 
     Such a value is all text after `=`, including quotes, commas and `${...}`. These keys therefore cannot be swept.
+    Raises UserError for a list or mapping as the option of a group, on which Hydra fails.
     """
     return [_quoted(argument) for argument in _gathered(arguments)]
 
@@ -58,6 +59,8 @@ def is_setting(argument: str) -> bool:
 
 def _quoted(argument: str) -> str:
     setting = _SETTING.fullmatch(argument)
+    if setting is not None and setting["value"].lstrip()[:1] in ("[", "{") and _is_group(setting["key"]):
+        raise UserError(f"{argument}: {setting['key']}= names one option, no list: write {setting['key']}=<option>")
     if setting is not None and _NUMBER.fullmatch(setting["value"]) and _is_group(setting["key"]):
         return f"{setting['key']}={literal(setting['value'])}"  # an option's name, which Hydra wants to be no number
     if setting is None:

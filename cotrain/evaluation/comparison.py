@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from cotrain.config.changes import BUDGETS, change
 from cotrain.config.drafts import DRAFTS
@@ -25,6 +26,52 @@ DEPTHS = (4, 8)
 RESAMPLES = 2000
 LIKE = ("alpha", "kl", "entropy", "calibration")
 RunFigures = dict[str, Any]  # the content of the file `FIGURES` of a run
+
+
+class TextFigures(BaseModel):
+    """What `FIGURES` has of the texts at one temperature, see `per_text`. Older files have no hashes."""
+
+    model_config = ConfigDict(strict=True)
+    alpha: float
+    kl: float
+    entropy: float
+    calibration: float
+    lengths: list[int]
+    calls: dict[str, list[float]]
+    hashes: list[str] | None = None
+
+    @model_validator(mode="after")
+    def _as_many(self) -> "TextFigures":
+        rows = [self.calls.get(str(k), []) for k in DEPTHS] + [self.lengths if self.hashes is None else self.hashes]
+        if any(len(row) != len(self.lengths) for row in rows):
+            raise ValueError(f"it has {len(self.lengths)} lengths, but not as many calls at {DEPTHS} or hashes")
+        return self
+
+
+class StoredFigures(BaseModel):
+    """What readers of `FIGURES` need."""
+
+    model_config = ConfigDict(strict=True)
+    label: str
+    seed: int
+    texts: dict[str, TextFigures]
+    tau: float | None = None
+    environment: dict[str, Any] | None = None
+
+
+def read_figures(file: Path) -> RunFigures:
+    """Return the figures of a run in its file `FIGURES`. Raises UserError, which names the file, if they are broken."""
+    try:
+        figures = read_json(file)
+        StoredFigures.model_validate(figures)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise UserError(
+            f"{file} is broken ({'.'.join(map(str, wrong['loc']))}: {wrong['msg']}): restore it, or train the run again"
+        ) from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return figures
 
 
 def per_text(scores: dict[float, Scores], held_out: Mapping[float, HeldOut]) -> dict[str, Any]:
@@ -85,7 +132,7 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
         if not folder.exists():
             raise UserError(f"folder={folder} does not exist: name a folder with runs of cotrain train")
         raise UserError(f"folder={folder}: no run in it has a {FIGURES}: name a folder with runs of cotrain train")
-    runs = [(read_json(file), _settings_of(file.parent)) for file in files]
+    runs = [(read_figures(file), _settings_of(file.parent)) for file in files]
     labelled = defaultdict(list)
     for run, settings in sorted(runs, key=lambda run: run[0]["seed"]):
         labelled[run["label"]].append((run, settings))
@@ -176,7 +223,7 @@ def own_acceptance(draft: Path) -> dict[str, float]:
         return {match[1]: value for match, value in named.items() if match}
     if not (draft.parent / FIGURES).is_file():
         return {}
-    return {temperature: one["alpha"] for temperature, one in read_json(draft.parent / FIGURES)["texts"].items()}
+    return {temperature: one["alpha"] for temperature, one in read_figures(draft.parent / FIGURES)["texts"].items()}
 
 
 def at_start(before: RunFigures, record: Mapping[str, float]) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from cotrain.board import tags
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import FIGURES
-from cotrain.run_folder import MARKER
+from cotrain.evaluation.comparison import FIGURES, read_figures
+from cotrain.run_folder import MARKER, read_marker
 from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
@@ -182,7 +182,8 @@ def _load(number: int, path: Path) -> LoadedRun:
         validate,
         "run={file} is no report of this version ({error}): measure the draft again with cotrain bench",
     )
-    marker, figures = (_json(folder / name, name) for name in (MARKER, FIGURES))
+    marker = read_marker(folder) if _json(folder / MARKER) else None
+    figures = read_figures(folder / FIGURES) if (folder / FIGURES).is_file() else None
     curves = read_curves(folder / tags.CURVES)
     if path.is_file():
         marker, figures, curves = None, None, {}
@@ -204,7 +205,7 @@ def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) ->
     """Return the content of the first existing file among `files`, or None if none exists. check: raises ValueError for
     a wrong content. wrong: the message of the UserError that is then raised."""
     file = next(filter(Path.is_file, files), None)
-    document = None if file is None else _json(file, str(file))
+    document = None if file is None else _json(file)
     if document is not None:
         try:
             check(document)
@@ -213,7 +214,7 @@ def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) ->
     return document
 
 
-def _json(file: Path, name: str) -> dict[str, Any] | None:
+def _json(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:

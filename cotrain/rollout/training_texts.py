@@ -19,13 +19,14 @@ from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said_differences
 from cotrain.data.prompt_rows import PromptRows, Row
 from cotrain.data.texts import NO_ID, Texts
-from cotrain.errors import UserError
+from cotrain.errors import UserError, first_line
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout import samplers
 from cotrain.run_folder import numbered
 from inference import Engine, Sampling
 from inference.drafts.atomic import new_file, write_atomic
+from inference.drafts.gguf_target import sha256
 from inference.drafts.weight_files import read_json
 from inference.request import ends_of, source_limits
 
@@ -65,7 +66,7 @@ class Share(NamedTuple):
 
 
 WHOLE = Share(0, 1)
-RESULTS = {"rows", "tokens", "prompts"}  # in a manifest: what a set came to
+RESULTS = {"rows", "tokens", "prompts", "sha256"}  # in a manifest: what a set came to
 
 
 Start = tuple[int, ...]  # the ids that texts of an encoder-decoder begin with
@@ -346,7 +347,8 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
         table.to_parquet(str(new))
         beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
     tokens = sum(len(row["completion"]) for row in rows)
-    write_atomic(beside(path, "json"), json.dumps(manifest | {"rows": len(rows), "tokens": tokens}, indent=2) + "\n")
+    results = {"rows": len(rows), "tokens": tokens, "sha256": sha256(beside(path, "parquet"))}
+    write_atomic(beside(path, "json"), json.dumps(manifest | results, indent=2) + "\n")
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
@@ -357,16 +359,19 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def read_rows(path: Path) -> datasets.Dataset:
-    """Return the rows in path.parquet. Raises ValueError if the file is missing or broken."""
+    """Return the rows in path.parquet. Raises ValueError if the file is missing or broken, or if it is not the one that
+    path.json was written with."""
     file = beside(path, "parquet")
     if not file.is_file():
         raise ValueError(f"there is no file {file}: sample it with cotrain rollout")
     try:
+        if (read_manifest(path) or {}).get("sha256", whole := sha256(file)) != whole:
+            raise ValueError("its checksum is wrong")  # Parquet has none of its own
         return datasets.Dataset.from_parquet(glob.escape(str(file)), keep_in_memory=True)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"{file} cannot be read: delete it and {beside(path, 'json').name}, and the same command samples the texts "
-            "again"
+            f"{file} cannot be read ({first_line(error)}): delete it and {beside(path, 'json').name}, and the same "
+            "command samples the texts again"
         ) from error
 
 

@@ -127,13 +127,18 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
     """Return the target `model` with a PEFT adapter, as it is served: merged into the weights, or unmerged if these are
     quantised.
 
-    adapter: the adapter's folder. Raises ValueError if peft is not installed, and for a folder without an adapter for
-    this target.
+    adapter: the adapter's folder. Raises ValueError if peft is not installed, for a pickled adapter, and for a folder
+    without an adapter for this target.
     """
     try:
         from peft import PeftModel
     except ImportError as error:
         raise ValueError("target.adapter: it needs peft: pip install 'cotrain[adapter]'") from error
+    if Path(adapter).is_dir() and not (Path(adapter) / ADAPTER[1]).is_file():
+        raise ValueError(
+            f"target.adapter: {adapter} has no {ADAPTER[1]}: save the adapter in this format, since pickled files are "
+            "not read"
+        )
     try:
         if weights_quantisation(model.config):
             model.load_adapter(adapter)

@@ -11,6 +11,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from types import FrameType
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import lightning
 import torch
@@ -82,14 +83,18 @@ class Checkpoints(TorchCheckpointIO):
 
 
 def read_saved(path: Path) -> dict[str, Any]:
-    """Return the dictionary that torch saved in a file, with tensors on the CPU. Raises UserError, which names the file
-    and the remedy, if the file is damaged or has no dictionary."""
+    """Return the dictionary that torch saved in a file, with tensors on the CPU. The file is a zip archive, whose
+    checksums torch does not compare. Raises UserError, which names the file and the remedy, if the file is damaged or
+    has no dictionary."""
     try:
+        with ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"the checksum of {damaged} is wrong")
         saved = torch.load(path, weights_only=True, map_location="cpu")
         if isinstance(saved, dict):
             return saved
         reason = f"it holds a {type(saved).__name__}"
-    except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError) as error:
+    except (RuntimeError, EOFError, ValueError, LookupError, UnpicklingError, OSError, BadZipFile) as error:
         if "allocate" in str(error):  # out of memory: the file is not damaged
             raise
         reason = first_line(error)

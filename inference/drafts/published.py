@@ -208,12 +208,16 @@ def imported(
     return network.eval(), f"{draft.path} is {draft.title}, read as a draft of kind {draft.kind}{given}"
 
 
-def _unpickled(file: Path, device: torch.device) -> dict[str, Tensor]:
+def _read_pickled(file: Path, device: torch.device) -> Any:
     try:
-        tensors = torch.load(file, map_location=device, weights_only=True, mmap=True)
+        return torch.load(file, map_location=device, weights_only=True, mmap=True)
     except Exception as error:  # UnpicklingError, RuntimeError of a broken archive, ...
-        reason = str(error).splitlines()[0]
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} cannot be read as tensors ({reason}): save them as safetensors") from error
+
+
+def _unpickled(file: Path, device: torch.device) -> dict[str, Tensor]:
+    tensors = _read_pickled(file, device)
     if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ValueError(f"{file} must hold tensors by name, and nothing else: save them as safetensors")
     return tensors
@@ -334,6 +338,14 @@ def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
         "markov_rank": 0 if first is None else first.shape[1],
         "dflash_config": {"mask_token_id": mask},
     }
+<<<<<<< HEAD
+=======
+    if (draft.path / MASK_FILE).is_file() and "mask_embedding" not in tensors:
+        stored = _read_pickled(draft.path / MASK_FILE, target.device)
+        if not isinstance(stored, dict) or not isinstance(stored.get("embedding"), Tensor):
+            raise ValueError(f"{draft.path / MASK_FILE} has no tensor named embedding: copy the file again")
+        tensors["mask_embedding"] = stored["embedding"]
+>>>>>>> h1
     if "mask_embedding" not in tensors:
         embedding: Any = target.get_input_embeddings()
         if mask >= len(embedding.weight):

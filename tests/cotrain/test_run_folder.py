@@ -236,3 +236,16 @@ def test_a_lock_removed_between_open_and_lock_is_locked_anew(tmp_path: Path, mon
     monkeypatch.setattr(os, "open", open_then_lose)
     with claim(tmp_path), pytest.raises(UserError, match="in use"), claim(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("changes", [{"state": None}, {"state": "done"}, {"state": ["finished"]}, {"settings": [1]}])
+def test_a_marker_that_cotrain_did_not_write_is_named(changes: dict[str, object], tmp_path: Path) -> None:
+    """By all that read it, and without its state too."""
+    path = finished(tmp_path / "run", k=1)
+    marker = json.loads((path / MARKER).read_text())
+    without = {key: value for key, value in marker.items() if key != "state"}
+    for value in (marker | changes, without):
+        (path / MARKER).write_text(json.dumps(value))
+        for read in (lambda: read_marker(path), lambda: resumable(path, {"k": 1}), lambda: finished(path, k=1)):
+            with pytest.raises(UserError, match=f"{path / MARKER} is broken .state .*another folder"):
+                read()

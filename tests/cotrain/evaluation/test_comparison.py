@@ -276,3 +276,42 @@ def test_a_drafts_record_is_its_report_or_else_that_of_its_run(tmp_path: Path) -
     held = {"alpha_T0.7/all": 0.5, "alpha_T1/all": 0.75, "alpha_T1/code": 0.1, "alpha_greedy_draft_T1/all": 0.2}
     (draft / "report.json").write_text(json.dumps({"extra": {"held_out": held}}))
     assert own_acceptance(draft) == {"0.7": 0.5, "1": 0.75}
+
+
+BROKEN: dict[str, Any] = {
+    "seed": [None, "1", [1]],
+    "label": [None, 3],
+    "texts": [None, [], "x", {"1": None}, {"1": {}}],
+    "texts.1.alpha": [None, "0.5", [0.5]],
+    "texts.1.lengths": [None, 4, ["a"], [1, 2]],
+    "texts.1.calls": [None, {}, {"4": [1.0]}, {"4": None, "8": None}],
+    "texts.1.hashes": [3, ["a"], [1, 2]],
+}
+
+
+@pytest.mark.parametrize("key", BROKEN)
+@pytest.mark.parametrize("command", ["compare", "report"])
+def test_a_broken_file_of_figures_is_named(
+    key: str, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is in it, by all commands that read it; without the key, too."""
+    file = write(tmp_path, [run("a", 0, 1.0)]) / "0" / "held_out.json"
+    whole = json.loads(file.read_text())
+    words = [command, f"folder={tmp_path}" if command == "compare" else f"run={tmp_path / '0'}"]
+    assert main(words) == 0
+    *path, last = key.split(".")
+    optional = last == "hashes"
+    for value in [*BROKEN[key], *([] if optional else [...])]:
+        figures = json.loads(json.dumps(whole))
+        inner = figures
+        for name in path:
+            inner = inner[name]
+        if value is ...:
+            del inner[last]
+        else:
+            inner[last] = value
+        file.write_text(json.dumps(figures))
+        capsys.readouterr()
+        assert main(words) == 1, value
+        said = capsys.readouterr().err
+        assert f"{file} is broken ({key.partition('.')[0]}" in said and "restore it" in said

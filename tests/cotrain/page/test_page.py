@@ -228,3 +228,20 @@ def test_the_batch_size_where_drafting_stops_paying(tmp_path: Path) -> None:
                 cell["arms"][cell["speculative"]]["over_plain"]["high"] *= factor
         said = crossing(run, t)
         assert (f"from {min(lost)} rows" if lost else "no slow-down is shown up to 32 rows") in said
+
+
+def test_values_of_other_types_end_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each entry without a schema: the page shows it, leaves it out, or names the run."""
+    report, ended = full_report(), set[int]()
+    for group, keys in ((report["extra"], [*report["extra"]]), (report["settings"]["sampling"], ["temperature"])):
+        for key in keys:
+            whole = group[key]
+            for odd in ([[]], "x"):
+                group[key] = odd
+                path = folder(tmp_path / f"{key} {odd}", report)
+                ended.add(status := main(["report", f"run={path}"]))
+                said = capsys.readouterr().err
+                assert status == 0 or status == 1 and f"run={path}: a file in it has a value" in said, key
+                assert said.count("\n") <= 2
+            group[key] = whole
+    assert ended == {0, 1}

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -253,3 +254,21 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
     passes.clear()
     assert job(place, "reads the cache", *settings) == 0
     assert [shape for shape in passes if shape[1] > 8] == []
+
+
+def test_a_changed_byte_of_stored_texts_is_refused_by_name(tmp_path: Path) -> None:
+    """Parquet has no checksum of its own: other tokens would be learnt."""
+    rows = [{"domain": "a", "prompt": [i, i + 1], "completion": [i] * 5} for i in range(40)]
+    file = tmp_path / "train_T1.parquet"
+    training_texts.save_rows(rows, tmp_path / "train_T1", {"kind": "train"})
+    content = file.read_bytes()
+    assert list(training_texts.read_rows(tmp_path / "train_T1")) == rows
+    for at in range(0, len(content), len(content) // 12):
+        file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        os.utime(file, (at, at))  # a digest is kept for a file of this size and time
+        with pytest.raises(ValueError, match=f"{file} cannot be read .*delete it and train_T1.json, and the same"):
+            training_texts.read_rows(tmp_path / "train_T1")
+    file.write_bytes(content)
+    earlier = {"kind": "train", "rows": 40, "tokens": 200}
+    (tmp_path / "train_T1.json").write_text(json.dumps(earlier))
+    assert len(training_texts.read_rows(tmp_path / "train_T1")) == 40

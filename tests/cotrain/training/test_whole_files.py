@@ -3,6 +3,7 @@
 import ast
 import faulthandler
 import os
+import random
 import resource
 import shutil
 import signal
@@ -215,6 +216,23 @@ def test_a_damaged_checkpoint_is_named_with_what_to_do(tmp_path: Path, keep: flo
     ) as said:
         read_saved(last)
     assert "\n" not in str(said.value)
+
+
+def test_a_changed_byte_of_a_checkpoint_is_refused_or_changes_nothing(tmp_path: Path) -> None:
+    """torch itself reads nearly every one as other weights."""
+    last, rng = tmp_path / "last.ckpt", random.Random(0)
+    checkpoint(tmp_path, 1)
+    content, refused = last.read_bytes(), 0
+    for place in (rng.randrange(len(content)) for _ in range(80)):
+        last.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+        try:
+            saved = read_saved(last)
+        except UserError as error:
+            assert str(error).startswith(f"{last} cannot be read (")
+            refused += 1
+        else:
+            assert torch.equal(saved["state_dict"]["weight"], torch.ones(100_000)) and saved["global_step"] == 0
+    assert refused > 70
 
 
 def test_a_run_with_a_damaged_checkpoint_says_so_and_trains_anew_without_it(

@@ -508,3 +508,12 @@ def test_medusa_heads_with_an_output_head_of_their_own_are_refused(tmp_path: Pat
     save_file(stored, path / "model.safetensors")
     with pytest.raises(ValueError, match="tensor blocks.2.layers.1.weight is missing"):
         load(path, target)
+
+
+@pytest.mark.parametrize("content", [b"", b"words", [1], {"embedding": 3}, {"mask_token_id": MASK}])
+def test_a_broken_embedding_of_the_mask_is_named(content: Any, tmp_path: Path, target: LlamaForCausalLM) -> None:
+    path, _ = causal(tmp_path / "draft")
+    file = path / "mask_embedding.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(ValueError, match=f"^{file} (cannot be read as tensors|has no tensor named embedding)"):
+        load_draft(path, network=kind_of("block").network_class, model=target)
