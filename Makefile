@@ -23,7 +23,11 @@ LLAMACPP_READY = $(LLAMACPP)/ready
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
+<<<<<<< HEAD
 .PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal test-engines chaos fuzz soak clean
+=======
+.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal dist test-engines clean
+>>>>>>> h5
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
@@ -32,6 +36,7 @@ help:
 	@echo "make lint      set up, then ruff and mypy"
 	@echo "make mutants   set up, then plant known bugs one by one: a test must fail for each"
 	@echo "make gpu-rehearsal  set up, then run each part of a day on a GPU with tiny models on the CPU, some four minutes"
+	@echo "make dist      set up, then build the wheel and the sdist, install them elsewhere and run the demo's commands there"
 	@echo "make test-engines  set up, with a vLLM and a llama.cpp (npm), then serve drafts with them and compare what they accept"
 	@echo "make fuzz      set up, then run 10,000 commands on arbitrary settings, prompts, data, folders, reports and headers"
 	@echo "make chaos     set up, then kill, end and starve commands at random moments, and repeat them (root, for full disks)"
@@ -49,7 +54,7 @@ demo: $(READY)
 	@echo "  $(BIN)/cotrain bench draft.path=smollm2"
 	@echo "  $(BIN)/cotrain generate draft.path=smollm2 prompt='What is rain?'"
 
-test test-thorough mutants gpu-rehearsal test-engines: export OMP_WAIT_POLICY = PASSIVE
+test test-thorough mutants gpu-rehearsal dist test-engines: export OMP_WAIT_POLICY = PASSIVE
 
 # two processes of one thread each; tests of a file share what they make
 test test-thorough: export OMP_NUM_THREADS = 1
@@ -71,6 +76,12 @@ mutants: $(READY)
 gpu-rehearsal: export OMP_NUM_THREADS = 1
 gpu-rehearsal: $(READY)
 	$(BIN)/python -m studies.gpu_day rehearse=outputs/gpu_rehearsal.json
+
+dist: export OMP_NUM_THREADS = 1
+dist: $(READY)
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	COTRAIN_DIST=dist $(BIN)/python -m pytest tests/project/test_dist.py
 
 test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \

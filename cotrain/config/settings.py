@@ -263,6 +263,8 @@ class ReportConfig(Settings):
     """Output folders of cotrain train or bench, or their report.json; run= may be repeated."""
     page: Store = None
     """The HTML file to write; null: report.html in the first run's folder."""
+    issue: bool = False
+    """Print instead what an issue needs: versions, the machine, settings and figures of runs, no paths and texts."""
 
 
 class ExportConfig(Settings):

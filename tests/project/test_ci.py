@@ -26,6 +26,7 @@ def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
         "test-thorough",
         "mutants",
         "gpu-rehearsal",
+        "dist",
         ".venv-engines/ready",
         "test-engines",
     ]

@@ -1,6 +1,7 @@
 """The examples of the documents run as they stand, at tiny sizes, and leave what they say."""
 
 import json
+import os
 import runpy
 import shutil
 import sys
@@ -8,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from cotrain.config.overrides import quote
 from inference.report.build import validate
+from tests.settings import composed
 
 pytestmark = pytest.mark.timeout(400)  # seconds each when nothing else runs; whole commands
 EXAMPLES = Path(__file__).resolve().parents[2] / "docs" / "examples"
@@ -105,7 +109,46 @@ def test_the_notebook(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "equal to plain decoding: True" in said
 
 
+def test_the_notebook_for_a_gpu_host_composes_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    (cell,) = (code for code in cells(EXAMPLES / "free_gpu.ipynb") if "TARGET = " in code)
+    monkeypatch.delenv("COTRAIN_SHORT", raising=False)
+    dtypes = []
+    for gpu, capability in ((True, (9, 0)), (True, (7, 5)), (False, None)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        names: dict[str, Any] = {"os": os}
+        exec(cell, names)
+        cfg = composed(*quote(names["settings"].split()))
+        assert (cfg.target.path == names["TARGET"]) == gpu == cfg.data.from_target
+        dtypes.append((cfg.target.dtype, cfg.trainer.precision, cfg.bench.draft_dtype))
+    assert dtypes[:2] == [("auto", "bf16-mixed", "bfloat16"), ("float16", "16-mixed", "float16")]
+
+
+@pytest.mark.thorough
+def test_the_notebook_for_a_gpu_host(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COTRAIN_SHORT", "1")
+    names = dict[str, Any]()
+    for number, cell in enumerate(cells(EXAMPLES / "free_gpu.ipynb")):
+        exec(compile(cell, f"free_gpu.ipynb, cell {number}", "exec"), names)
+    for run in ("draft/draft", "bench"):
+        found = json.loads((tmp_path / "outputs" / run / "report.json").read_text())
+        validate(found)
+        assert found["exactness"]["passed"]
+    measured = [line["y"] for line in names["by_depth"].data if line["name"] == "measured"]
+    assert list(measured[0]) == names["report"]["acceptance"]["conditional"]["measured"] and names["by_step"].data
+    assert (tmp_path / "outputs" / "served" / "config.json").is_file()
+    assert "exact: True" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_a_notebook_has_no_output(path: Path) -> None:
+    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in found if cell["cell_type"] == "code")
+
+
 def test_every_example_is_in_the_list() -> None:
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     names = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".ipynb")]
-    assert len(names) == 8 and all(f"({name})" in listed for name in names)
+    assert len(names) == 9 and all(f"({name})" in listed for name in names)

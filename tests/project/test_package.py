@@ -1,11 +1,8 @@
-"""What a user installs: the wheel's contents, the declared dependencies, the folders beside the code."""
+"""What a user installs: the declared dependencies, the folders beside the code, the version."""
 
-import os
 import re
-import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,57 +18,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 PACKAGES = ("cotrain", "inference")
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel of the checkout, built without the network."""
-    target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (built,) = target.glob("*.whl")
-    return built
-
-
-def files(name: str, pattern: str = "*") -> set[str]:
-    """Paths of the files under the checkout's folder `name`, relative to it."""
-    found = (path for path in (ROOT / name).rglob(pattern) if path.is_file())
-    return {path.relative_to(ROOT / name).as_posix() for path in found if "__pycache__" not in path.parts}
-
-
-@pytest.mark.thorough
-def test_wheel_packs_conf_and_data_inside_the_package(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    assert files("conf") and files("data")
-    expected = {f"cotrain/_conf/{path}" for path in files("conf")}
-    expected |= {f"cotrain/_data/{path}" for path in files("data")}
-    expected |= {f"{package}/{path}" for package in PACKAGES for path in files(package, "*.py")}
-    assert expected - names == set()
-    information = f"cotrain-{__version__}.dist-info"
-    assert {name.partition("/")[0] for name in names} == {*PACKAGES, information}
-
-
-@pytest.mark.thorough
-def test_wheel_finds_its_folders_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site packages")
-    code = "from cotrain.paths import folder; print(folder('conf')); print(folder('data'))"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site packages")}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
-    package = (tmp_path / "site packages" / "cotrain").resolve()
-    assert done.stdout.split("\n")[:2] == [str(package / "_conf"), str(package / "_data")]
-
-
-@pytest.mark.thorough
-def test_wheel_finds_its_drafts_by_name(wheel: Path, tmp_path: Path) -> None:
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site packages")
-    packed = (tmp_path / "site packages" / "cotrain").resolve() / "_data" / "drafts"
-    (packed / "another").mkdir(parents=True)
-    (packed / "another" / "config.json").touch()
-    names = [one.parent.name for one in packed.glob("*/config.json")]
-    code = f"from cotrain.paths import draft_folder; print(*map(draft_folder, {names}), sep='\\n')"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site packages")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.splitlines() == [str(packed / name) for name in names], done.stderr
+def test_the_version_stands_in_one_place_and_heads_the_changelog() -> None:
+    pages = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "README.md", "Makefile")]
+    assert not [page.name for page in pages if re.search(rf"(?<![\d.=]){re.escape(__version__)}", page.read_text())]
+    heads = re.findall(r"^## \[(.+)\] - ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert heads[0] == __version__
 
 
 def test_shipped_drafts_are_whole_and_small() -> None:
