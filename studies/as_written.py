@@ -4,11 +4,11 @@
     python -m studies.as_written outputs/results/tutorial_gpu.json docs/tutorial-gpu.md --stand-in --add minutes=2
     python -m studies.as_written outputs/results/readme.json README.md --stand-in --add minutes=2 --set-up
 
-Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that the
-clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small random
-Qwen3 lies in the clone's Qwen/Qwen3-8B, prompts.jsonl is the shipped file, `trainer=gpu` is left out where there is no
-GPU, and a server that answers as vLLM does stands for the page's address. --add: a setting that each `cotrain train` gets
-besides. Ends with status 1 if a command fails.
+Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that
+the clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small
+random Qwen3 lies in the clone's Qwen/Qwen3-8B, prompts.jsonl is the shipped file, `trainer=gpu` is left out where there
+is no GPU, and a server that answers as vLLM does stands for the page's address. --add: a setting that each `cotrain
+train` gets besides. Ends with status 1 if a command fails.
 """
 
 import argparse

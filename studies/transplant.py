@@ -148,11 +148,7 @@ def learn(folder: Path, start: str, steps: int, *settings: str) -> dict[str, Any
     register()
     chosen = [one.format(folder=folder) for one in STARTS[start]]
     chosen += ["measure=false", "rollout.temperatures=[1]", f"trainer.steps={steps}", "trainer.threads=1"]
-    chosen += [
-        f"trainer.validations={VALIDATIONS}",
-        f"trainer.cache={folder}/states",
-        "data.shares={code:0.4,prose:0.4}",
-    ]
+    chosen += [f"trainer.validations={VALIDATIONS}", f"trainer.cache={folder}/states", "data.shares={code:0.4,prose:0.4}"]
     cfg = config([*chosen, *settings])
 
     def write(job: Job, module: Any, steps: int, *_: Any) -> dict[str, Any]:
