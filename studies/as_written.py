@@ -1,14 +1,14 @@
 """Run the commands of a page as they are written, in a fresh clone whose path has a space, and say what each printed.
 
     python -m studies.as_written outputs/results/tutorial_cpu.json docs/tutorial-cpu.md
-    python -m studies.as_written outputs/results/tutorial_gpu.json docs/tutorial-gpu.md --stand-in --add minutes=2
-    python -m studies.as_written outputs/results/readme.json README.md --stand-in --add minutes=2 --set-up
+    python -m studies.as_written outputs/results/tutorial_gpu.json docs/tutorial-gpu.md --stand-in
+    python -m studies.as_written outputs/results/readme.json README.md --stand-in --set-up
 
 Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that
 the clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small
 random Qwen3 lies in the clone's Qwen/Qwen3-8B, prompts.jsonl is the shipped file, `trainer=gpu` is left out where there
-is no GPU, and a server that answers as vLLM does stands for the page's address. --add: a setting that each `cotrain
-train` gets besides. Ends with status 1 if a command fails.
+is no GPU, servers that answer as vLLM does stand for the page's addresses, and commands get the few texts and steps of
+SMALL besides. Ends with status 1 if a command fails.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,16 @@ from tests.fake_vllm import FakeVLLM, running
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 60  # last lines of a command's output that the report has
 SET_UP = re.compile(r"make |\. \.venv|(\.venv/bin/)?(python -m )?pip ")
-ADDRESS, TARGET = "http://127.0.0.1:8000", "Qwen/Qwen3-8B"
+TARGET = "Qwen/Qwen3-8B"
+ADDRESSES = {"http://127.0.0.1:8000": True, "http://127.0.0.1:8001": False}  # whether that server has a draft
+SMALL = {
+    "train": "trainer.steps=8 trainer.batch=2 rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=16 "
+    "rollout.temperatures=[1] policy.k=2 bench.prompts=2 bench.quick_prompts=1 bench.new_tokens=8 "
+    "bench.parity_tokens=60 bench.minutes=0 bench.depths=[2]",
+    "serve_check": "prompts=4 new_tokens=16",
+    "audit": "prompts=10 new_tokens=40",
+    "bench": "bench.minutes=0 bench.prompts=2 bench.new_tokens=16",
+}
 
 
 def commands(page: Path) -> list[str]:
@@ -69,13 +78,26 @@ def small_target(folder: Path, tokenizer: Path) -> Any:
 
 
 @contextmanager
-def stand_in(clone: Path) -> Iterator[str]:
-    """Put target and prompts into the clone, and yield a server's address."""
+def stand_in(clone: Path) -> Iterator[dict[str, str]]:
+    """Put target and prompts into the clone, and yield the servers: the page's address -> the real one."""
     model = small_target(clone / TARGET, clone / "data" / "drafts" / "smollm2")
     shutil.copy(clone / "data" / "prompts.jsonl", clone / "prompts.jsonl")
-    with running(FakeVLLM(model, clone / "states", [1])) as server:
-        server.drafts = True
-        yield server.url
+    with ExitStack() as stack:
+        servers = {}
+        for address, drafts in ADDRESSES.items():
+            server = stack.enter_context(running(FakeVLLM(model, clone / "states" / address[-4:], [1])))
+            server.drafts, servers[address] = drafts, server.url
+        yield servers
+
+
+def changed(line: str, servers: dict[str, str]) -> str:
+    """A line of a page for the stand-ins: its addresses, no GPU, few texts and steps."""
+    for address, url in servers.items():
+        line = line.replace(address, url)
+    if not torch.cuda.is_available():
+        line = line.replace(" trainer=gpu", "")
+    name = (line.split() + [""])[1] if line.startswith("cotrain ") else ""
+    return f"{line} {SMALL.get(name, '')}".strip()
 
 
 def run(line: str, clone: Path) -> dict[str, Any]:
@@ -102,24 +124,19 @@ def main() -> int:
     parser.add_argument("report", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("--stand-in", action="store_true")
-    parser.add_argument("--add", action="append", default=[])
     parser.add_argument("--set-up", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "a clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         runs = []
-        with stand_in(clone) if asked.stand_in else nullcontext(ADDRESS) as url:
+        with stand_in(clone) if asked.stand_in else nullcontext() as servers:
             for line in commands(clone / asked.page):
                 if SET_UP.match(line) and not asked.set_up:
                     continue
-                line = line.replace(ADDRESS, url)
-                if asked.stand_in and not torch.cuda.is_available():
-                    line = line.replace(" trainer=gpu", "")
-                if line.startswith("cotrain train "):
-                    line = " ".join([line, *asked.add])
+                line = changed(line, servers) if servers is not None else line
                 runs.append(run(line, clone))
-    options = {"stand_in": asked.stand_in, "add": asked.add, "set_up": asked.set_up}
+    options = {"stand_in": asked.stand_in, "set_up": asked.set_up}
     report = {"environment": environment(), "page": str(asked.page), **options, "runs": runs}
     write_atomic(asked.report, json.dumps(report, indent=1) + "\n")
     failed = [found["command"] for found in runs if found["status"]]

@@ -52,7 +52,9 @@ def main(page: Path, picture: Path) -> None:
     with Browser() as browser:
         browser.look(WIDTH, 6000)  # charts are drawn when they come into view
         browser.ask("Page.navigate", url=page.resolve().as_uri())
-        browser.until("document.readyState === 'complete' && document.querySelectorAll('.plot-container').length > 3", SECONDS)
+        browser.until(
+            "document.readyState === 'complete' && document.querySelectorAll('.plot-container').length > 3", SECONDS
+        )
         height = browser.run(MARK % json.dumps(NOTED))
         raw = picture.with_suffix(".raw.png")
         browser.picture(raw)
