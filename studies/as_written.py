@@ -49,8 +49,8 @@ SMALL = {
 
 def commands(page: Path) -> list[str]:
     """The lines of a page's blocks that have no language, with continued lines joined and comments left out."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = [line for language, block in blocks if not language for line in block.replace("\\\n", " ").splitlines()]
     return [bare for line in lines if (bare := line.partition("  #")[0].strip())]
 
 

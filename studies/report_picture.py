@@ -1,4 +1,4 @@
-"""The picture of an annotated page of figures, `docs/report.png`: a report's page with numbers beside its parts, less its longest part.
+"""The picture of an annotated page, `docs/report.png`: a report's page with numbers beside its parts, less its longest.
 
     cotrain report run=data/drafts/smollm2/report.json page=/tmp/page.html
     python -m studies.report_picture /tmp/page.html docs/report.png
@@ -41,7 +41,7 @@ MARK = """((texts) => {
     const found = all.filter((e) => has(e) && ![...e.children].some(has));
     const box = found[found.length - 1].getBoundingClientRect(), mark = document.createElement('span');
     mark.textContent = i + 1;
-    mark.style.cssText = `position:absolute;left:2px;top:${box.top + scrollY}px;width:22px;height:22px;border-radius:11px;`
+    mark.style.cssText = `position:absolute;top:${box.top + scrollY}px;width:22px;height:22px;border-radius:11px;`
         + 'background:#b3261e;color:#fff;font:bold 13px/22px sans-serif;text-align:center;z-index:9';
     mark.style.left = `${Math.max(box.left + scrollX - 24, 2)}px`;
     document.body.append(mark); });
@@ -52,9 +52,7 @@ def main(page: Path, picture: Path) -> None:
     with Browser() as browser:
         browser.look(WIDTH, 6000)  # charts are drawn when they come into view
         browser.ask("Page.navigate", url=page.resolve().as_uri())
-        browser.until(
-            "document.readyState === 'complete' && document.querySelectorAll('.plot-container').length > 3", SECONDS
-        )
+        browser.until("document.querySelectorAll('.plot-container').length > 7", SECONDS)
         height = browser.run(MARK % json.dumps(NOTED))
         raw = picture.with_suffix(".raw.png")
         browser.picture(raw)
