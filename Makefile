@@ -18,16 +18,15 @@ ENGINES_READY = .venv-engines/ready
 # a prebuilt llama.cpp, with the versions of tests/engines/llamacpp/package-lock.json
 LLAMACPP = .venv-llamacpp
 LLAMACPP_READY = $(LLAMACPP)/ready
+# mkdocs-material, for the site
+SITE = .venv-site/bin
+SITE_READY = .venv-site/ready
 
 # tests share the cores, so their threads must not spin; cotrain itself looks whether the machine is idle
 export TOKENIZERS_PARALLELISM = false
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-<<<<<<< HEAD
-.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal test-engines chaos fuzz soak clean
-=======
-.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal dist test-engines clean
->>>>>>> h5
+.PHONY: help venv demo test test-thorough lint mutants gpu-rehearsal dist test-engines chaos fuzz soak site clean
 
 help:
 	@echo "make demo      set up, then train, measure and export the embedded draft"
@@ -41,6 +40,7 @@ help:
 	@echo "make fuzz      set up, then run 10,000 commands on arbitrary settings, prompts, data, folders, reports and headers"
 	@echo "make chaos     set up, then kill, end and starve commands at random moments, and repeat them (root, for full disks)"
 	@echo "make soak      set up, then 100,000 rounds of an engine and 20,000 steps of a training: does memory grow"
+	@echo "make site      set up, then make a site of README.md and docs/ in outputs/site/html; a broken link is an error"
 	@echo "make venv      set up only: .venv with the versions of constraints.txt"
 	@echo "make clean     remove .venv and caches; outputs/ stays"
 	@echo "PYTHON=... chooses the interpreter (3.11 to 3.13), TORCH_INDEX=... the index torch comes from"
@@ -94,8 +94,16 @@ fuzz chaos soak: export HF_HUB_OFFLINE = 1
 fuzz chaos soak: $(READY)
 	$(BIN)/python -m studies.$@ outputs/results/trust.json
 
+# the pages keep their places, so that links lead where they lead in the checkout
+site: $(SITE_READY)
+	rm -rf outputs/site
+	mkdir -p outputs/site/pages
+	tar -cf - README.md CONTRIBUTING.md docs outputs/results/*.svg | tar -xf - -C outputs/site/pages
+	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build -q
+	@echo "outputs/site/html/index.html"
+
 clean:
-	rm -rf .venv .venv-engines $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-engines .venv-site $(LLAMACPP) dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A name on PATH need not run (version managers leave shims), and one that runs need not have venv or pip: each
@@ -128,6 +136,11 @@ $(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Ma
 	$(ENGINES)/python tests/engines/requirements.py > .venv-engines/requirements.txt
 	$(ENGINES)/python -m pip install -q -c tests/engines/constraints.txt -r .venv-engines/requirements.txt
 	@touch $(ENGINES_READY)
+
+$(SITE_READY): constraints.txt Makefile | $(BIN)/python
+	$(BIN)/python -m venv --clear .venv-site
+	$(SITE)/python -m pip install -q -c constraints.txt mkdocs-material
+	@touch $(SITE_READY)
 
 # its scripts would look for a compiler or a GPU
 $(LLAMACPP_READY): tests/engines/llamacpp/package.json tests/engines/llamacpp/package-lock.json

@@ -5,17 +5,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-from cotrain.config.settings import ReportConfig
-from cotrain.errors import UserError, first_line
-=======
 import torch
 
 from cotrain import __version__
 from cotrain.config.base import Mark, fields, marked
 from cotrain.config.settings import SCHEMAS, ReportConfig, flat
-from cotrain.errors import UserError
->>>>>>> h5
+from cotrain.errors import UserError, first_line
 from cotrain.page.html_page import PAGE, refuse_path, write_page
 from cotrain.page.loaded_run import LoadedRun, load_runs
 from cotrain.run_folder import writable
@@ -29,17 +24,13 @@ PRIVATE = ("data", "label", "model", "shapes")  # groups and settings with unmar
 
 
 def run(cfg: ReportConfig) -> None:
-<<<<<<< HEAD
-    """Write the page and print its path. Raises UserError if a file of a run has a value of another type than cotrain
-    writes: what is under `extra` in a report has no schema."""
-=======
-    """Write the page and print its path. With issue=true, print the text for an issue instead."""
+    """Write the page and print its path. With issue=true, print the text for an issue instead. Raises UserError if a
+    file of a run has a value of another type than cotrain writes: what is under `extra` in a report has no schema."""
     if cfg.issue:
         if cfg.page:
             raise UserError(f"page={cfg.page}: issue=true writes no page: leave out one of them")
         print("\n\n".join([installed(), *map(measured, load_runs(cfg.run) if cfg.run else [])]))
         return
->>>>>>> h5
     runs = load_runs(cfg.run)
     first = runs[0].path
     path = Path(cfg.page) if cfg.page else (first if first.is_dir() else first.parent) / PAGE

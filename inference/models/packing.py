@@ -7,7 +7,7 @@ already rearranged:
 - FBGEMM, for models in float32 on a CPU that would emulate bfloat16, if float16 can represent their weights, as it can
   for nearly every checkpoint in half precision. The copy is in float16. The kernels widen each weight and compute in
   float32, so the pass differs from the float32 model only in the order of sums. It reads half of the bytes, and a few
-  ids take little more time than one (`docs/measurements.md`).
+  ids take little more time than one (`docs/measurements/smollm2.md`).
 """
 
 import itertools

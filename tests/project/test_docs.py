@@ -20,7 +20,7 @@ LAUNCHERS = ("torchrun", "srun")
 
 def fenced(page: Path) -> list[str]:
     """Lines of code blocks, continuations joined, comments left out."""
-    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     return [line.partition("  #")[0].strip() for block in blocks for line in block.replace("\\\n", " ").splitlines()]
 
 
