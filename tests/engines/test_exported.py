@@ -246,7 +246,7 @@ def assisted(pytestconfig: pytest.Config) -> Iterator[dict[str, Any]]:
 
 
 # of `drafts`: the class that loads the assistant, and arguments of generate
-ASSISTANTS: dict[str, tuple[Any, dict[str, str]]] = {
+ASSISTANTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "four layers, sampled": (AutoModelForCausalLM, {}),
     "block": (AutoModel, {"speculation_type": "dflash"}),
 }
