@@ -322,9 +322,10 @@ def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
         if not name.startswith("confidence_head.")
     }
     if (draft.path / MASK_FILE).is_file() and "mask_embedding" not in tensors:
-        tensors["mask_embedding"] = torch.load(draft.path / MASK_FILE, map_location=target.device, weights_only=True)[
-            "embedding"
-        ]
+        stored = _read_pickled(draft.path / MASK_FILE, target.device)
+        if not isinstance(stored, dict) or not isinstance(stored.get("embedding"), Tensor):
+            raise ValueError(f"{draft.path / MASK_FILE} has no tensor named embedding: copy the file again")
+        tensors["mask_embedding"] = stored["embedding"]
     first, mask = tensors.get("markov_head.markov_w1.weight"), int(flat["mask_token_id"])
     tokens, shared = _small_vocabulary(draft, tensors, config.vocab_size), {"lm_head.weight", "mask_embedding"}
     target_head = tokens == config.vocab_size and not shared & tensors.keys()
@@ -338,14 +339,6 @@ def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
         "markov_rank": 0 if first is None else first.shape[1],
         "dflash_config": {"mask_token_id": mask},
     }
-<<<<<<< HEAD
-=======
-    if (draft.path / MASK_FILE).is_file() and "mask_embedding" not in tensors:
-        stored = _read_pickled(draft.path / MASK_FILE, target.device)
-        if not isinstance(stored, dict) or not isinstance(stored.get("embedding"), Tensor):
-            raise ValueError(f"{draft.path / MASK_FILE} has no tensor named embedding: copy the file again")
-        tensors["mask_embedding"] = stored["embedding"]
->>>>>>> h1
     if "mask_embedding" not in tensors:
         embedding: Any = target.get_input_embeddings()
         if mask >= len(embedding.weight):
