@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from cotrain import __version__
 from inference.report.build import validate
 
-pytestmark = [pytest.mark.thorough, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.thorough, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("cotrain", "inference")
 INFORMATION = f"cotrain-{__version__}.dist-info"
