@@ -223,7 +223,9 @@ def own_acceptance(draft: Path) -> dict[str, float]:
         return {match[1]: value for match, value in named.items() if match}
     if not (draft.parent / FIGURES).is_file():
         return {}
-    return {temperature: one["alpha"] for temperature, one in read_figures(draft.parent / FIGURES)["texts"].items()}
+    texts = read_json(draft.parent / FIGURES).get("texts")
+    found = texts.items() if isinstance(texts, dict) else ()
+    return {temperature: one["alpha"] for temperature, one in found if isinstance(one, dict) and "alpha" in one}
 
 
 def at_start(before: RunFigures, record: Mapping[str, float]) -> list[str]:

@@ -134,12 +134,11 @@ def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path
             path = finished(tmp_path / f"{key} {len(had)}", **{group: {"first": "kl", **had}})
             with claim(path, settings={group: {"first": "kl"}}) as run:
                 assert (run.state, run.changed) == ("finished", ()), key
-    for number, settings in enumerate(
-        ({"loss": "kl"}, {"loss": ["kl"]}, ["kl"], None)
-    ):  # of other programs or versions
+    for number, settings in enumerate(({"loss": "kl"}, {"loss": ["kl"]}, None)):  # of other programs or versions
         (place := tmp_path / str(number)).mkdir()
-        (place / "run.json").write_text(json.dumps({"cotrain": "0", "settings": settings}))
-        assert read_marker(place) == {"cotrain": "0", "settings": settings}
+        marker = {"cotrain": "0", "state": "finished", "settings": settings}
+        (place / "run.json").write_text(json.dumps(marker))
+        assert read_marker(place) == marker
     (tmp_path / "folder" / "run.json").mkdir(parents=True)
     assert read_marker(tmp_path / "folder") is None
     finished(tmp_path / "other", loss={"first": "kl", "hardest": 0.5})
