@@ -1,14 +1,14 @@
 """Run the commands of a page as they are written, in a fresh clone whose path has a space, and say what each printed.
 
     python -m studies.as_written outputs/results/tutorial_cpu.json docs/tutorial-cpu.md
-    python -m studies.as_written outputs/results/tutorial_gpu.json docs/tutorial-gpu.md --stand-in
-    python -m studies.as_written outputs/results/readme.json README.md --stand-in --set-up
+    python -m studies.as_written outputs/results/tutorial_gpu.json docs/tutorial-gpu.md --stand-in --few
+    python -m studies.as_written outputs/results/readme.json README.md --stand-in --few --set-up
 
 Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that
 the clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small
 random Qwen3 lies in the clone's Qwen/Qwen3-8B, prompts.jsonl is the shipped file, `trainer=gpu` is left out where there
-is no GPU, servers that answer as vLLM does stand for the page's addresses, and commands get the few texts and steps of
-SMALL besides. Ends with status 1 if a command fails.
+is no GPU, and servers that answer as vLLM does stand for the page's addresses. --few: commands get the few texts and
+steps of SMALL besides, so that they show that they run, and nothing else. Ends with status 1 if a command fails.
 """
 
 import argparse
@@ -41,9 +41,9 @@ SMALL = {
     "train": "trainer.steps=8 trainer.batch=2 rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=16 "
     "rollout.temperatures=[1] policy.k=2 bench.prompts=2 bench.quick_prompts=1 bench.new_tokens=8 "
     "bench.parity_tokens=60 bench.minutes=0 bench.depths=[2]",
-    "serve_check": "prompts=4 new_tokens=16",
+    "serve_check": "prompts=4 new_tokens=16 k=2",  # as the stand-in drafts
     "audit": "prompts=10 new_tokens=40",
-    "bench": "bench.minutes=0 bench.prompts=2 bench.new_tokens=16",
+    "bench": "bench.minutes=0 bench.prompts=16 bench.new_tokens=8 bench.parity_tokens=60",
 }
 
 
@@ -90,13 +90,13 @@ def stand_in(clone: Path) -> Iterator[dict[str, str]]:
         yield servers
 
 
-def changed(line: str, servers: dict[str, str]) -> str:
-    """A line of a page for the stand-ins: its addresses, no GPU, few texts and steps."""
+def changed(line: str, servers: dict[str, str], few: bool) -> str:
+    """A line of a page for the stand-ins: their addresses, no GPU where there is none, few texts and steps."""
     for address, url in servers.items():
         line = line.replace(address, url)
-    if not torch.cuda.is_available():
+    if servers and not torch.cuda.is_available():
         line = line.replace(" trainer=gpu", "")
-    name = (line.split() + [""])[1] if line.startswith("cotrain ") else ""
+    name = line.split()[1] if few and line.startswith("cotrain ") else ""
     return f"{line} {SMALL.get(name, '')}".strip()
 
 
@@ -124,19 +124,19 @@ def main() -> int:
     parser.add_argument("report", type=Path)
     parser.add_argument("page", type=Path)
     parser.add_argument("--stand-in", action="store_true")
+    parser.add_argument("--few", action="store_true")
     parser.add_argument("--set-up", action="store_true")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         clone = Path(place) / "a clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         runs = []
-        with stand_in(clone) if asked.stand_in else nullcontext() as servers:
+        with stand_in(clone) if asked.stand_in else nullcontext({}) as servers:
             for line in commands(clone / asked.page):
                 if SET_UP.match(line) and not asked.set_up:
                     continue
-                line = changed(line, servers) if servers is not None else line
-                runs.append(run(line, clone))
-    options = {"stand_in": asked.stand_in, "set_up": asked.set_up}
+                runs.append(run(changed(line, servers, asked.few), clone))
+    options = {"stand_in": asked.stand_in, "few": asked.few, "set_up": asked.set_up}
     report = {"environment": environment(), "page": str(asked.page), **options, "runs": runs}
     write_atomic(asked.report, json.dumps(report, indent=1) + "\n")
     failed = [found["command"] for found in runs if found["status"]]
