@@ -1,11 +1,13 @@
 """What a vLLM as teacher costs and changes, beside the target in the process.
 
     python -m studies.served_teacher OUT.json VLLM_PYTHON TARGET [--texts 70] [--steps 300] [--kinds eagle,block,...]
+    python -m studies.served_teacher OUT.json VLLM_PYTHON bundled --dtype bfloat16 --kinds eagle
 
 For each kind of draft a vLLM serves the target on this machine's CPU as `cotrain teacher` says. The states of the same
 texts are read from it and from transformers: largest and mean difference by layer, tokens per second of both and, for
 the first kind, of two servers together. Then the same draft is trained twice, with equal seeds and texts, and judged on
-held-out texts by the states of its teacher. Texts are those that the server samples for the first kind.
+held-out texts by the states of its teacher. Texts are those that the server samples for the first kind. With --dtype
+both sides compute in it, nothing is trained, and the texts are those of data/rollouts.
 """
 
 import argparse
@@ -48,13 +50,15 @@ PORT, STARTS = 8431, 180.0  # seconds in which a vLLM must start
 
 
 @contextmanager
-def vllm(python: str, target: str, kind: str, folder: Path, log: Path, port: int = PORT) -> Iterator[str]:
+def vllm(
+    python: str, target: str, kind: str, folder: Path, log: Path, port: int = PORT, dtype: str = "auto"
+) -> Iterator[str]:
     """Serve the target for a kind of draft within the block. Yield the address."""
     draft = DRAFTS[kind](kind=kind)
     command, variables = serving(
         TeacherConfig.model_validate(
             {
-                "target": {"path": target},
+                "target": {"path": target, "dtype": dtype},
                 "draft": draft,
                 "output": str(folder),
                 "port": port,
@@ -81,11 +85,13 @@ def vllm(python: str, target: str, kind: str, folder: Path, log: Path, port: int
             process.wait(60)
 
 
-def compared(servers: dict[str, list[str]], target: str, kind: str, texts: list[list[int]]) -> dict[str, Any]:
+def compared(
+    servers: dict[str, list[str]], target: str, kind: str, texts: list[list[int]], dtype: str = "auto"
+) -> dict[str, Any]:
     """Return differences of states by layer, and tokens per second of each way. servers: way -> addresses."""
     path = resolve(target)
     _, tokenizer = outline(target)
-    whole, ends = load_target(path), load_ends(path)
+    whole, ends = load_target(path, dtype=dtype), load_ends(path, dtype)
     draft = DRAFTS[kind](kind=kind)
     network = student_class(kind).initial(draft, Init(kind="scratch"), whole)
     reads = student_class(kind)(network, whole, ids_of(tokenizer)).reads
@@ -109,7 +115,7 @@ def compared(servers: dict[str, list[str]], target: str, kind: str, texts: list[
             seconds[way] += time.perf_counter() - clock
             for layer, states in own.items():
                 for row, text in enumerate(batch):
-                    gap = (states[row, : len(text)] - other[layer][row, : len(text)]).abs()
+                    gap = (states[row, : len(text)].float() - other[layer][row, : len(text)].float()).abs()
                     largest[layer] = max(largest.get(layer, 0.0), float(gap.max()))
                     size = float(states[row, : len(text)].abs().mean())
                     sums.setdefault(layer, []).append(float(gap.mean()) / size)
@@ -134,6 +140,20 @@ def trained(output: Path, texts: Path, *settings: str) -> dict[str, Any]:
     found = {"tau": figures["tau"], "alpha": alpha, "seconds": time.perf_counter() - clock}
     waited = re.search(r"waited ([0-9.]+) s of ([0-9.]+) s", said.getvalue())
     return found | ({"waited": float(waited[1]), "training": float(waited[2])} if waited else {})
+
+
+def of_dtype(out: Path, python: str, target: str, kinds: list[str], count: int, dtype: str) -> None:
+    """Write the differences of states where both sides compute in a dtype, for `count` texts of data/rollouts."""
+    rows = read_rows(Path("data/rollouts/train_T1"))
+    texts = [[*row["prompt"], *row["completion"]] for row in rows.take(count)]
+    found = dict[str, Any]()
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as place, open_servers():
+            serve = (python, target, kind, Path(place) / "states", Path(place) / "log", PORT, dtype)
+            with vllm(*serve) as url:
+                found[kind] = {"states": compared({"server": [url]}, target, kind, texts, dtype)}
+    report = {"environment": environment(), "target": target, "dtype": dtype, "kinds": found}
+    write_atomic(out, json.dumps(report, indent=1) + "\n")
 
 
 MEMORY = """
@@ -179,7 +199,11 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=70)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--kinds", default="eagle,block,medusa,independent")
+    parser.add_argument("--dtype")
     asked = parser.parse_args()
+    if asked.dtype:
+        of_dtype(asked.out, asked.python, asked.target, asked.kinds.split(","), asked.texts, asked.dtype)
+        return
     # both trainings read the same files of texts, though a target without layers has another fingerprint
     Job.identity = property(lambda _: {"study": asked.target})  # type: ignore[assignment,method-assign]
     made = job.sampled_texts
