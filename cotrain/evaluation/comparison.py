@@ -224,8 +224,8 @@ def own_acceptance(draft: Path) -> dict[str, float]:
     if not (draft.parent / FIGURES).is_file():
         return {}
     texts = read_json(draft.parent / FIGURES).get("texts")
-    found = texts.items() if isinstance(texts, dict) else ()
-    return {temperature: one["alpha"] for temperature, one in found if isinstance(one, dict) and "alpha" in one}
+    stored = texts.items() if isinstance(texts, dict) else ()
+    return {temperature: one["alpha"] for temperature, one in stored if isinstance(one, dict) and "alpha" in one}
 
 
 def at_start(before: RunFigures, record: Mapping[str, float]) -> list[str]:
