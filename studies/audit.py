@@ -2,8 +2,8 @@
 
     cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=60 rollout.texts=80 rollout.held_out_texts=8 \
         rollout.temperatures=[0.7] trainer.validations=1 trainer.threads=1 measure=false output=outputs/audited
-    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--clean 50] \
-        [--clean-tokens 20000] [--references 8]
+    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--faults 9] \
+        [--clean 50] [--clean-tokens 20000] [--references 8]
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
@@ -242,7 +242,7 @@ def clean(runs: Runs, number: int) -> dict[str, Any]:
 
 def steps(asked: argparse.Namespace, report: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     runs = Runs(asked.tokens, asked.draft, asked.references)
-    for name in FAULTS:
+    for name in [*FAULTS][: asked.faults]:
         if name not in report["faults"]:
             yield "faults", name, fault(runs, name)
     runs.texts = -(-asked.clean_tokens // NEW)
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("draft", type=Path)
     parser.add_argument("--tokens", type=int, default=20_000)
+    parser.add_argument("--faults", type=int, default=len(FAULTS), help="the first so many")
     parser.add_argument("--clean", type=int, default=50)
     parser.add_argument("--clean-tokens", type=int, default=20_000)
     parser.add_argument("--references", type=int, default=8)
