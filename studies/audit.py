@@ -172,8 +172,8 @@ def calls_of(served: Sequence[tuple[int, ServedText]], counted: Sequence[int]) -
     logs = torch.zeros(2, len(served), int(lengths.max()), dtype=torch.float64)
     for row, (_, one) in enumerate(served):
         assert one.q is not None
-        for log, law in zip(logs, (one.p, one.q), strict=True):
-            log[row, : len(one.x)] = law.gather(-1, one.x.unsqueeze(-1)).squeeze(-1).double().log()
+        for log, probs in zip(logs, (one.p, one.q), strict=True):
+            log[row, : len(one.x)] = probs.gather(-1, one.x.unsqueeze(-1)).squeeze(-1).double().log()
     reach = predict_chain.reach(predict_chain.r_from(*logs), K, lengths)
     variance = float(predict_chain.variance_from(reach, lengths).sum())
     return ServedCalls(sum(counted), float(predict_chain.calls_from(reach, lengths).sum()), variance**0.5)

@@ -32,7 +32,7 @@ TEXTS, TOKENS = 24, 20_000
 
 def moved(p: Tensor, q: Tensor, x: Tensor, k: int) -> Tensor:
     """Return D (T, V) of a text. p, q (T, V), float64: of target and draft. x (T,): its tokens. k: drafts a round."""
-    px, qx = (law.gather(-1, x.unsqueeze(-1)).squeeze(-1) for law in (p, q))
+    px, qx = (probs.gather(-1, x.unsqueeze(-1)).squeeze(-1) for probs in (p, q))
     reach = predict_chain.reach_block((qx / px).log()[None], k)
     starts = predict_chain.round_starts(reach)[0]
     total, residual = torch.zeros_like(p), (p - q).clamp(min=0)

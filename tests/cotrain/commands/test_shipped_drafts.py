@@ -51,6 +51,8 @@ def test_a_name_is_that_of_a_shipped_draft_unless_a_local_folder_has_it(
     """An unknown one lists the shipped drafts."""
     assert read_by(command, monkeypatch, "mine") == str(shipped) == read_by(command, monkeypatch, str(shipped))
     if command == "train":  # a draft may begin with a model of the hub
+        monkeypatch.setattr("inference.drafts.bundled_target.reach_hub", lambda: None)
+        monkeypatch.setattr("inference.drafts.bundled_target.constants.HF_HUB_OFFLINE", False)
         assert read_by(command, monkeypatch, "gpt2") == "gpt2"
     else:
         for wrong in ("MINE", "mien"):

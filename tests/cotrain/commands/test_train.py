@@ -445,7 +445,7 @@ def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: p
 
 
 def test_rollout_writes_a_set(place: Path) -> None:
-    sizes = [one for one in SIZES if one.startswith(("rollout.", "data.")) and "temperatures" not in one]
+    sizes = [one for one in SIZES if one.startswith("rollout.") and "temperatures" not in one]
     paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'texts'}"]
     assert main(["rollout", "kind=held_out", "regime=t05", *paths, *sizes]) == 0
     made = json.loads((place / "texts" / "held_out_T0.5.json").read_text())

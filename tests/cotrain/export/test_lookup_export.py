@@ -48,7 +48,7 @@ NONE = "it loads no {kind} drafts: set engine=vllm"
 REFUSED = {  # of each kind, by the engines that have a layout for features and the others
     "eagle": ("layout=hf: feature drafts are written with layout=eagle3", NONE),
     "p_eagle": ("feature drafts are written with layout=eagle3 or speculators", NONE),
-    "block": (NONE, NONE),
+    "block": ("layout=hf: feature drafts are written with layout=dflash",) * 2,
     "early_exit": ("it loads no early_exit drafts; they are loaded by no engine of the table",) * 2,
     "quantised": ("it loads no quantised drafts; they are loaded by no engine of the table",) * 2,
 }
@@ -59,8 +59,6 @@ def test_no_kind_is_written_as_a_plain_draft_that_it_is_not(kind: str) -> None:
     for engine in ENGINES:
         able, other = (reason.format(kind=kind) for reason in REFUSED[kind])
         reason = able if engine in ("vllm", "sglang", "tensorrt_llm", "llamacpp") else other
-        if kind == "block" and engine in ("vllm", "llamacpp"):
-            reason = "layout=hf: feature drafts are written with layout=dflash"
         with pytest.raises(UserError, match=reason):
             layout_of(kind, engine)
         assert layout_of("independent", engine) is None

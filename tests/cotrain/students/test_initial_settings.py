@@ -40,13 +40,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_setting_of_a_kind_is_here() -> None:
-    assert OF_KINDS - {"path"} - set(OTHER) - set(SHAPE) == {
-        "datastore",
-        "shortest",
-        "bits",
-        "inner",
-        "encoder_layers",
-    }  # of look-up, always given, of kinds without training, and of encoder-decoders
+    assert (
+        OF_KINDS - {"path"} - set(OTHER) - set(SHAPE)
+        == {
+            "datastore",
+            "head",
+            "shortest",
+            "bits",
+            "inner",
+            "encoder_layers",
+        }
+    )  # of look-up, of block (tests/cotrain/students/test_target_head.py), always given, of kinds without training, and of encoder-decoders
 
 
 def stated(network: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def test_a_process_that_waits_says_that_the_first_has_ended(monkeypatch: pytest.
 def test_settings_that_exclude_each_other_raise_before_anything_is_loaded(
     tmp_path: Path, settings: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "target.path=nowhere", f"output={tmp_path / 'run'}", *settings]) == 1
+    assert main(["train", f"target.path={tmp_path / 'nowhere'}", f"output={tmp_path / 'run'}", *settings]) == 1
     assert said in capsys.readouterr().err
 
 

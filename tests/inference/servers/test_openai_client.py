@@ -288,5 +288,5 @@ def test_an_answer_of_another_form_is_one_sentence_with_the_address(
 
 
 def test_a_check_wants_a_server_and_a_draft(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve_check", "draft.path=some/where"]) == 1
+    assert main(["serve_check", "draft.path=/some/where"]) == 1
     assert "url=" in capsys.readouterr().err
