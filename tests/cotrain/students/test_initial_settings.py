@@ -50,7 +50,7 @@ def test_every_setting_of_a_kind_is_here() -> None:
             "inner",
             "encoder_layers",
         }
-    )  # of look-up, of block (tests/cotrain/students/test_target_head.py), always given, of kinds without training, and of encoder-decoders
+    )  # of look-up, of block, always given, of kinds without training, and of encoder-decoders
 
 
 def stated(network: Any) -> dict[str, Any]:
