@@ -1,5 +1,5 @@
 """The picture of the audit's power: the largest score over its limit against the number of tokens, for each fault, by
-the audit and by RUT on the same texts.
+the audit of the texts, by the target calls of a server that counts them, and by RUT on the same texts.
 
     python -m studies.audit_picture outputs/results/audit.json docs/audit.svg
 """
@@ -17,12 +17,10 @@ COLUMNS, WIDTH, HEIGHT = 3, 250, 130  # of a panel, in pixels
 LEFT, TOP, GAP = 44, 44, 40
 LOW, HIGH = 0.1, 20.0  # of strengths; others are drawn at the edge
 STYLE = """text{font:12px system-ui,sans-serif;fill:#24292f}.page{fill:#fff}.small{font-size:11px;fill:#57606a}
-.axis{stroke:#d0d7de}.limit{stroke:#57606a;stroke-dasharray:4 3}.audit,.rut{fill:none;stroke-width:2}
-.audit{stroke:#0a7d33}.rut{stroke:#b3541e;stroke-dasharray:7 3}circle.audit{fill:#0a7d33}circle.rut{fill:#b3541e}
+.axis{stroke:#d0d7de}.limit{stroke:#57606a;stroke-dasharray:4 3}.audit,.rut,.calls{fill:none;stroke-width:2}
+.audit{stroke:#0a7d33}.rut{stroke:#b3541e;stroke-dasharray:7 3}.calls{stroke:#0969da;stroke-dasharray:2 3}
 @media(prefers-color-scheme:dark){text{fill:#e6edf3}.page{fill:#0d1117}.small{fill:#8d96a0}.axis{stroke:#30363d}
-.limit{stroke:#8d96a0}.audit{stroke:#4ac26b}.rut{stroke:#f0883e}circle.audit{fill:#4ac26b}circle.rut{fill:#f0883e}}""".replace(
-    "\n", ""
-)
+.limit{stroke:#8d96a0}.audit{stroke:#4ac26b}.rut{stroke:#f0883e}.calls{stroke:#58a6ff}}""".replace("\n", "")
 
 
 def height(strength: float) -> float:
@@ -44,10 +42,10 @@ def panel(name: str, found: dict[str, Any], most: int, least: int) -> str:
         x = at(tokens)
         parts.append(f'<text class="small" x="{x:.1f}" y="{HEIGHT + 15}" text-anchor="middle">{tokens:,}</text>')
         parts.append(f'<path class="axis" d="M{x:.1f} {HEIGHT}v4"/>')
-    for kind, strengths in (("rut", [one["strength"] for one in found["rut"]]), ("audit", found["strength"])):
+    rut = [one["strength"] for one in found["rut"]]
+    for kind, strengths in (("rut", rut), ("calls", found["strength_of_calls"]), ("audit", found["strength"])):
         points = [(at(x), height(y)) for x, y in zip(found["after"], strengths, strict=True)]
         parts.append(f'<path class="{kind}" d="M{"L".join(f"{x:.1f} {y:.1f}" for x, y in points)}"/>')
-        parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points]
     return "".join(parts)
 
 
@@ -61,11 +59,12 @@ def drawn(report: dict[str, Any]) -> str:
     for number, (name, found) in enumerate(faults.items()):
         x, y = LEFT + number % COLUMNS * (WIDTH + GAP), TOP + 20 + number // COLUMNS * (HEIGHT + GAP + 18)
         parts.append(f'<g transform="translate({x} {y})">{panel(name, found, most, least)}</g>')
-    said = "Largest score over its limit, by tokens (both axes logarithmic): above the dashed line, the fault is seen"
+    said = "Largest score over its limit, by tokens: above the dashed line, the fault is seen"
     legend = (
-        f'<text x="{LEFT - 30}" y="18">{said}</text><path class="audit" d="M{width - 190} 14h26"/>'
-        f'<text x="{width - 158}" y="18">audit</text><path class="rut" d="M{width - 100} 14h26"/>'
-        f'<text x="{width - 68}" y="18">RUT</text>'
+        f'<text x="{LEFT - 30}" y="18">{said}</text>'
+        f'<path class="audit" d="M{width - 280} 14h26"/><text x="{width - 248}" y="18">audit</text>'
+        f'<path class="calls" d="M{width - 205} 14h26"/><text x="{width - 173}" y="18">its calls</text>'
+        f'<path class="rut" d="M{width - 110} 14h26"/><text x="{width - 78}" y="18">RUT</text>'
     )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {tall}" role="img" aria-label="{said}">'
