@@ -40,17 +40,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_setting_of_a_kind_is_here() -> None:
-    assert (
-        OF_KINDS - {"path"} - set(OTHER) - set(SHAPE)
-        == {
-            "datastore",
-            "head",
-            "shortest",
-            "bits",
-            "inner",
-            "encoder_layers",
-        }
-    )  # of look-up, of block, always given, of kinds without training, and of encoder-decoders
+    assert OF_KINDS - {"path"} - set(OTHER) - set(SHAPE) == {
+        "datastore",
+        "head",
+        "shortest",
+        "bits",
+        "inner",
+        "encoder_layers",
+    }  # of look-up, of block, always given, of kinds without training, and of encoder-decoders
 
 
 def stated(network: Any) -> dict[str, Any]:
