@@ -41,7 +41,7 @@ COMMAND_LINES = [(page.name, words) for page in PAGES for words in typed(page)]
 def test_a_command_of_the_documents_composes(page: str, words: list[str]) -> None:
     command, *settings = words
     assert command in COMMANDS
-    settings = [setting.partition(",")[0] for setting in settings if setting != "-m"]
+    settings = [re.split(r",(?![^[]*\])", setting)[0] for setting in settings if setting != "-m"]
     composed(*quote(settings), command=command)
 
 
