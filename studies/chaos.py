@@ -148,7 +148,15 @@ class Chaos:
         given = [f"target.path={self.inputs / 'target'}", f"data.path={self.inputs / 'own.jsonl'}"]
         draft = f"draft.path={self.inputs / 'draft'}"
         quick = ["trainer.steps=4", "trainer.validations=1"]
-        joint = ["mode=joint", "joint.warm_steps=4", "joint.steps=4", "joint.rank=2", "joint.epsilon=0.5", *quick]
+        joint = [
+            "mode=joint",
+            "rollout.held_out_texts=6",
+            "joint.warm_steps=4",
+            "joint.steps=4",
+            "joint.rank=2",
+            "joint.epsilon=0.5",
+            *quick,
+        ]
         states = [f"trainer.cache={self.work / 'states'}", "trainer.remember_mb=0"]
         eagle = ["draft=eagle", "init=scratch", "draft.intermediate=64", "trainer.remember_mb=0"]
         sizes = [one for one in SIZES if not one.startswith("init.layers")]
@@ -475,6 +483,7 @@ def studied(chaos: Chaos, name: str, kills: int, faults: int, mounts: bool) -> d
         step()
         print(f"{time.strftime('%X')} {name}, {title}: {dict(chaos.counts)}, {len(chaos.wrong)} wrong", flush=True)
     return {
+        "asked": {"kills": kills, "faults": faults},
         "seconds_undisturbed": round(seconds, 2),
         "writes": writes,
         "equal_figures": sorted(wanted),
@@ -493,6 +502,8 @@ def main_of_study() -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     found, pids = dict[str, Any](), list[int]()
+    if asked.job and asked.out.is_file():  # the other commands stay in the report
+        found = json.loads(asked.out.read_text(encoding="utf-8")).get("chaos", {}).get("commands", {})
     command = f"python -m studies.chaos {asked.out} --kills {asked.kills} --faults {asked.faults} --seed {asked.seed}"
     command += "".join(f" --job {name}" for name in asked.job or ())
     with tempfile.TemporaryDirectory() as place, composing_fast():
