@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import lightning
 import torch
 from lightning.pytorch.strategies import StrategyRegistry
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.board.curves import WANDB
@@ -45,6 +45,7 @@ from cotrain.training.job import Job, asked, reads_given, template_of
 from cotrain.training.optim import precision
 from inference import Sampling
 from inference.drafts.bundled_target import resolve
+from inference.drafts.causal_lm import generation_of
 from inference.drafts.compatibility import hash_tokenizer, tokenizer_problems
 from inference.drafts.draft_folder import GENERATION, Metadata, load_tokenizer, other_weights, read
 from inference.drafts.published import published
@@ -176,7 +177,7 @@ def sketch(
         with building(folder), torch.device("meta"):
             model = model_class.from_config(config, trust_remote_code=trust_remote_code)
         if (folder / GENERATION).is_file():  # it names the ids that end a text
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+            model.generation_config = generation_of(folder)
         refuse_unsupported(model, model.config.get_text_config())
         if folder.is_dir() and quantisation_of(model.config) == "none":  # others are packed
             refuse_other_sizes(folder, model)

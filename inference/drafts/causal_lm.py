@@ -99,7 +99,7 @@ class CausalLM:
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
         if (folder / GENERATION).is_file():
-            network.generation_config = GenerationConfig.from_pretrained(folder)
+            network.generation_config = generation_of(folder)
         cls.put(network)
         _fill(network, own, ours, info)
         return (network, info) if output_loading_info else network
@@ -131,3 +131,14 @@ def _fill(network: PreTrainedModel, own: tuple[str, ...], ours: dict[str, Tensor
             info["mismatched_keys"] = [*info["mismatched_keys"], (name, ours[name].shape, wanted[name].shape)]
         else:
             wanted[name].copy_(ours[name])
+
+
+def generation_of(folder: Path) -> GenerationConfig:
+    """Return what the generation_config.json of a folder says. Raises ValueError, which names the file, if it says what
+    transformers does not take."""
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # TypeError, ValueError, OSError, ..., by key
+        raise ValueError(
+            f"{folder / GENERATION}: {str(error).strip().splitlines()[0]}: correct or delete it"
+        ) from error

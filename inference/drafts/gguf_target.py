@@ -239,6 +239,8 @@ def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | Non
         count = Counter[str]()
         for tensor in reader.tensors:
             count[tensor.tensor_type.name] += int(tensor.n_elements)
+        if not count:
+            raise ValueError("it has no tensors")
     except (ValueError, IndexError, KeyError, OSError) as error:
         raise ValueError(f"{key}: {file} is no GGUF file, or is cut short ({error}): copy it again") from error
     known: dict[Any, str] = {one.value: one.name.removeprefix("MOSTLY_").removeprefix("ALL_") for one in LlamaFileType}

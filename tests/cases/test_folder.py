@@ -350,3 +350,16 @@ def test_a_folder_that_was_measured_with_block_is_served_with_it(tmp_path: Path)
     assert metadata is not None and load(path).rule.name == "token"
     describe(path, replace(metadata, served=ServedAs(verify="block")))
     assert load(path).rule.name == "block" and load(path, verify="match").rule.name == "match"
+
+
+@pytest.mark.parametrize("value", [[0], {"a": 1}, "zero"], ids=type)
+@pytest.mark.parametrize("of", ["target", "draft"])
+def test_a_generation_config_of_another_type_is_named(
+    of: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = target_folder(tmp_path / "target", layers=1)
+    draft = draft_folder(tmp_path / "draft", target, "independent")
+    (tmp_path / of / "generation_config.json").write_text(json.dumps({"pad_token_id": value}))
+    assert main(["generate", f"draft.path={draft}", f"target.path={target}", "prompt=say it", "max_new_tokens=2"]) == 1
+    said = capsys.readouterr().err
+    assert f"{of}.path: {tmp_path / of / 'generation_config.json'}: " in said and "Traceback" not in said
