@@ -77,12 +77,13 @@ test-engines: $(READY) $(ENGINES_READY) $(LLAMACPP_READY)
 	COTRAIN_VLLM=$(ENGINES)/python COTRAIN_LLAMACPP=$(LLAMACPP)/node_modules \
 	    COTRAIN_TEST_MINUTES=$(MINUTES) $(BIN)/python -m pytest -rA -s tests/engines
 
-# the pages keep their places, so that links lead where they lead in the checkout
+# the pages keep their places, so that links lead where they lead in the checkout; -q would hide the warnings that
+# strict mode counts
 site: $(SITE_READY)
 	rm -rf outputs/site
 	mkdir -p outputs/site/pages
 	tar -cf - README.md CONTRIBUTING.md docs outputs/results/*.svg | tar -xf - -C outputs/site/pages
-	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build
 	@echo "outputs/site/html/index.html"
 
 clean:
@@ -120,7 +121,7 @@ $(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Ma
 	$(ENGINES)/python -m pip install -q -c tests/engines/constraints.txt -r .venv-engines/requirements.txt
 	@touch $(ENGINES_READY)
 
-$(SITE_READY): constraints.txt Makefile | $(BIN)/python
+$(SITE_READY): constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear .venv-site
 	$(SITE)/python -m pip install -q -c constraints.txt mkdocs-material
 	@touch $(SITE_READY)
