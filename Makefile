@@ -94,12 +94,13 @@ fuzz chaos soak: export HF_HUB_OFFLINE = 1
 fuzz chaos soak: $(READY)
 	$(BIN)/python -m studies.$@ outputs/results/trust.json
 
-# the pages keep their places, so that links lead where they lead in the checkout
+# the pages keep their places, so that links lead where they lead in the checkout; -q would hide the warnings that
+# strict mode counts
 site: $(SITE_READY)
 	rm -rf outputs/site
 	mkdir -p outputs/site/pages
 	tar -cf - README.md CONTRIBUTING.md docs outputs/results/*.svg | tar -xf - -C outputs/site/pages
-	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build -q
+	NO_MKDOCS_2_WARNING=1 $(SITE)/mkdocs build
 	@echo "outputs/site/html/index.html"
 
 clean:
@@ -137,7 +138,7 @@ $(ENGINES_READY): tests/engines/constraints.txt tests/engines/requirements.py Ma
 	$(ENGINES)/python -m pip install -q -c tests/engines/constraints.txt -r .venv-engines/requirements.txt
 	@touch $(ENGINES_READY)
 
-$(SITE_READY): constraints.txt Makefile | $(BIN)/python
+$(SITE_READY): constraints.txt | $(BIN)/python
 	$(BIN)/python -m venv --clear .venv-site
 	$(SITE)/python -m pip install -q -c constraints.txt mkdocs-material
 	@touch $(SITE_READY)
