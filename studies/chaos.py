@@ -392,7 +392,7 @@ def _child(job: Job, output: Path, log: Path, writes: Path, write: int | None) -
         nonlocal seen
         if event not in WRITES and not (event == "open" and opens_to_write(arguments)):
             return
-        if str(output) not in str(arguments[0]):
+        if str(output.parent) not in str(arguments[0]):  # a folder is written beside its place
             return
         if seen == write:
             os.kill(os.getpid(), signal.SIGKILL)
