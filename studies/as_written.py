@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,8 @@ def main() -> int:
         clone = Path(place) / "a clone"
         subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
         runs = []
-        with stand_in(clone) if asked.stand_in else nullcontext({}) as servers:
+        there: AbstractContextManager[dict[str, str]] = stand_in(clone) if asked.stand_in else nullcontext({})
+        with there as servers:
             for line in commands(clone / asked.page):
                 if SET_UP.match(line) and not asked.set_up:
                     continue
