@@ -175,7 +175,7 @@ class Chaos:
             "cache": Job(["train", *given, *SIZES, *states], of_training, saves=True),
             "server": Job(["train", *given, *sizes, *eagle, f"teacher.url={self.url}"], of_training, True, True),
             "rollout": Job(["rollout", *given, *texts], lambda output: of_files(output, "*.parquet", "*.json")),
-            "bench": Job(["bench", draft, given[1], *BENCH, "policy.k=2"], of_bench),
+            "bench": Job(["bench", draft, given[1], *BENCH], of_bench),
             "plan": Job(["plan", draft, given[1], *few, "overwrite=true"], of_plan),
             "export": Job(["export", draft, "engine=vllm", "overwrite=true"], lambda output: of_files(output, "*")),
         }
