@@ -54,7 +54,7 @@ SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt
 rollout.temperatures=[1.0] trainer.steps=12 trainer.corpus_steps=0 trainer.batch=2 trainer.validations=2
 trainer.threads=1 trainer.checkpoint_minutes=0.002 init.layers=[0,1] measure=false""".split()
 BENCH = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=60
-bench.minutes=0""".split()  # without bench.depths, which are chosen by time, so the figures are those of the planned length
+bench.minutes=0""".split()  # the planned length: one of bench.depths is chosen by time, and so are the figures
 TEMPORARY = re.compile(r"\..+-\d+-[0-9a-f]{8}\.(new|old)")
 Figures = dict[str, str]
 

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 CODE = Path(__file__)
+CODE_ALONE = ("--", ":(top)", ":(top,exclude)outputs")  # a long study writes its report while it runs
 
 
 def device() -> str:
@@ -25,8 +26,8 @@ def environment() -> dict[str, Any]:
     torch, transformers), date (UTC), commit, dirty and command.
 
     cores: number of cores that this process may use. threads: number of threads that torch uses. memory_gib: memory in
-    GiB, None if unknown. dirty: whether tracked files differ from the commit. commit and dirty are None if this code is
-    not in a checkout.
+    GiB, None if unknown. dirty: whether tracked files outside outputs/ differ from the commit. commit and dirty
+    are None if this code is not in a checkout.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {
@@ -40,7 +41,7 @@ def environment() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit,
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")) if commit else None,
+        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", *CODE_ALONE)) if commit else None,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 

@@ -1,6 +1,7 @@
 """The report: what it must hold, what is refused, and what its table says."""
 
 import json
+import subprocess
 from typing import Any
 
 import pytest
@@ -128,6 +129,21 @@ def test_environment_has_machine_versions_and_commit(monkeypatch):
     answers["ls-files"] = None  # installed below somebody else's checkout
     built = environment.environment()
     assert built["commit"] is None and built["dirty"] is None
+
+
+def test_a_changed_report_does_not_make_a_checkout_dirty(tmp_path, monkeypatch):
+    code, report = tmp_path / "inference" / "measure" / "environment.py", tmp_path / "outputs" / "results" / "a.json"
+    for file in (code, report):
+        file.parent.mkdir(parents=True)
+        file.write_text("1")
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setattr(environment, "CODE", code)
+    report.write_text("2")
+    assert environment.environment()["dirty"] is False
+    code.write_text("2")
+    assert environment.environment()["dirty"] is True
 
 
 def test_figures_of_a_report_are_those_of_the_timing() -> None:
