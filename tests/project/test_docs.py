@@ -58,6 +58,11 @@ def test_a_row_that_names_kinds_names_all_that_take_its_setting(key: str) -> Non
             assert named == {kind for kind in KINDS if key in DRAFTS[kind].model_fields}
 
 
+def test_the_site_has_each_page_once() -> None:
+    named = re.findall(r"(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(str(page.relative_to(ROOT)) for page in PAGES)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_that_a_page_names_are_there(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
