@@ -6,10 +6,10 @@
 
 Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that
 the clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small
-random Qwen3 lies in the clone's Qwen/Qwen3-8B, prompts.jsonl is the shipped file, `trainer=gpu` is left out where there
-is no GPU, and servers that answer as vLLM does stand for the page's addresses. --few: commands get the few texts and
-steps of SMALL besides, so that they show that they run, and nothing else. Ends with status 1 if a command fails, or if
-`serve_check` does not fail beside a stand-in, whose counters are no draft's.
+random Qwen3 lies in the clone's Qwen/Qwen3-8B and gets the draft that an 8B gets, prompts.jsonl is the shipped file,
+`trainer=gpu` is left out where there is no GPU, and servers that answer as vLLM does stand for the page's addresses.
+--few: commands get the few texts and steps of SMALL besides, so that they show that they run, and nothing else. Ends
+with status 1 if a command fails, or if `serve_check` does not fail beside a stand-in, whose counters are no draft's.
 """
 
 import argparse
@@ -37,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHOWN = 60  # last lines of a command's output that the report has
 SET_UP = re.compile(r"make |\. \.venv|(\.venv/bin/)?(python -m )?pip ")
 TARGET = "Qwen/Qwen3-8B"
+OF_8B = "draft=eagle draft.vocabulary=32000"  # the defaults for that size
 ADDRESSES = {"http://127.0.0.1:8000": True, "http://127.0.0.1:8001": False}  # whether that server has a draft
 SMALL = {
     "train": "trainer.steps=8 trainer.batch=2 rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=16 "
@@ -97,8 +98,9 @@ def changed(line: str, servers: dict[str, str], few: bool) -> str:
         line = line.replace(address, url)
     if servers and not torch.cuda.is_available():
         line = line.replace(" trainer=gpu", "")
-    name = line.split()[1] if few and line.startswith("cotrain ") else ""
-    return f"{line} {SMALL.get(name, '')}".strip()
+    name = line.split()[1] if line.startswith("cotrain ") else ""
+    given = [OF_8B] * (name == "train" and bool(servers)) + [SMALL.get(name, "")] * few
+    return " ".join([line, *given]).strip()
 
 
 def run(line: str, clone: Path) -> dict[str, Any]:
