@@ -2,14 +2,16 @@
 
     cotrain train regime=t07 init.layers=[0,1,-2,-1] trainer.steps=60 rollout.texts=80 rollout.held_out_texts=8 \
         rollout.temperatures=[0.7] trainer.validations=1 trainer.threads=1 measure=false output=outputs/audited
-    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--faults 9] \
-        [--clean 50] [--clean-tokens 20000] [--references 8]
+    python -m studies.audit outputs/results/audit.json outputs/audited/draft [--tokens 20000] [--faults 9] [--clean 0] \
+        [--references 8]
+    python -m studies.audit outputs/results/audit_clean.json outputs/audited/draft --faults 0 [--clean 50] \
+        [--clean-tokens 20000]
 
 The bundled target at temperature .7 with an independent draft, four drafts a round, in texts of
 128 tokens, two of each prompt. Each fault is one that an engine could have. It is audited after a sixteenth, an eighth,
 ... of the tokens; `strength` is the largest score of the texts over its limit, `strength_of_calls` that of the target
 calls, which a server's counters say. Clean runs have other seeds and prompts; of four, one
-decodes in bfloat16, one without a draft, one with eight rows instead of 64.
+decodes without a draft, one with eight rows instead of 64; of twelve, one in bfloat16.
 
 The same texts are judged by RUT (`studies.rank_uniformity`), with --references texts of the target for each: its
 strength is the standard score of its probability over that of the audit's level. `python -m studies.audit_picture`
@@ -53,6 +55,7 @@ from studies.rank_uniformity import cramer_von_mises, log_ranks, tail, uniform_r
 K, ROWS, NEW, REGIME = 4, 64, 128, Sampling(0.7)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 NONE = "no fault"
+SELDOM = 12  # of so many clean runs one is in bfloat16: some four times as long without its instructions
 
 
 def heated(p: Tensor, power: float) -> Tensor:
@@ -232,8 +235,8 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
 
 
 def clean(runs: Runs, number: int) -> dict[str, Any]:
-    how: list[dict[str, Any]] = [{}, {"dtype": torch.bfloat16}, {"draft": False}, {"rows": 8}]
-    mine = how[number % len(how)]
+    how: list[dict[str, Any]] = [{}, {}, {"draft": False}, {"rows": 8}]
+    mine = {"dtype": torch.bfloat16} if number % SELDOM == 1 else how[number % len(how)]
     run = runs.sampled(RULES["token"], 100 + number, **mine)
     found = judged([*runs.served(run, REGIME)], run, drafted=mine.get("draft", True))
     how_said = {name: str(value) for name, value in mine.items()}
