@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from inference.adaptive_policy import Adaptive
-from inference.drafts.bundled_target import resolve
+from inference.drafts.bundled_target import draft_of, resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import (
     METADATA,
@@ -38,9 +38,10 @@ def load(
     A draft that was planned with a tree drafts chains if `settings` contain a `policy`, or a rule that does not verify
     trees.
 
-    folder: path of the draft folder. target: a model, used as it is, or a path; None for the target that the folder
-    names. If it is a model, give `tokenizer=` too, or prompts as ids. kind: the kind of draft; None for the kind that
-    the folder names. settings: further arguments of `Engine`. They replace what the folder says.
+    folder: path of the draft folder, or the name of a draft that comes along ("smollm2"). target: a model, used as it
+    is, or a path; None for the target that the folder names. If it is a model, give `tokenizer=` too, or prompts as
+    ids. kind: the kind of draft; None for the kind that the folder names. settings: further arguments of `Engine`. They
+    replace what the folder says.
 
     Raises ValueError for an unknown kind, for a folder that names no target or a target with an adapter, for a tree if
     the kind drafts only chains, for an adaptive policy of another draft, and for a draft that is damaged or does not
@@ -48,7 +49,7 @@ def load(
     """
     if not isinstance(folder, str | PathLike):
         raise ValueError(f"folder must be the path of a draft folder, not {folder!r}")
-    draft = read(folder)
+    draft = read(draft_of(folder))
     metadata = draft.metadata
     served = metadata.served if metadata else ServedAs()
     _refuse_policy(draft.path, settings.get("policy"))

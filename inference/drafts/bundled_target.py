@@ -18,6 +18,8 @@ from inference.drafts.gguf_target import PACKAGED, dequantised, gguf_file
 
 NAME = "bundled"
 BUNDLED = {NAME: "target", "bundled_t5": "target_t5"}  # name -> folder in data/; the second is an encoder-decoder
+# in a checkout, and in an installed wheel
+DATA = [Path(__file__).resolve().parents[2] / data for data in ("data", "cotrain/_data")]
 SECONDS = 10  # to wait for the hub's answer
 CONFIGS = ("config.json", "adapter_config.json")  # one of them is in the cache with each model and adapter of the hub
 UNREACHED = "the hub cannot be reached, nor is the model in its cache: give an existing folder"
@@ -35,8 +37,7 @@ def resolve(path: str, key: str = "target.path") -> str:
     if path not in BUNDLED:
         file = gguf_file(path, key)
         return path if file is None else str(dequantised(file, key))
-    root = Path(__file__).resolve().parents[2]
-    folders = (root / "data" / BUNDLED[path], root / "cotrain" / "_data" / BUNDLED[path])
+    folders = [data / BUNDLED[path] for data in DATA]
     for folder in folders:
         if (folder / "config.json").is_file():
             return str(folder)
@@ -44,6 +45,12 @@ def resolve(path: str, key: str = "target.path") -> str:
         f"{key}: the target {path} is missing: there is no folder {folders[0]} or {folders[1]}: install cotrain "
         "again, or name another model"
     )
+
+
+def draft_of(name: str | Path) -> Path:
+    """Return the path of a draft folder, for the name of a draft that comes along the folder in data/drafts."""
+    folders = [data / "drafts" / name for data in DATA if Path(name).name == str(name) and not Path(name).exists()]
+    return next((folder for folder in folders if folder.is_dir()), Path(name))
 
 
 def refuse_missing(key: str, path: str, what: str = "folder") -> None:

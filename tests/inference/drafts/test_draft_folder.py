@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from inference.drafts.bundled_target import draft_of
 from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
 from studies.pretrain.tokenizer import train_tokenizer
@@ -307,3 +308,12 @@ def test_a_report_of_something_else_is_said_and_not_refused(folder: Path, change
     assert ["report.json is missing, or is not the file" in str(one.message) for one in said] == [True] * (
         change is not None
     )
+
+
+def test_a_draft_that_comes_along_is_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert read(draft_of("smollm2")).kind == "eagle"
+    for other in ("a/smollm2", "another", ".."):
+        assert draft_of(other) == Path(other)
+    Path("smollm2").mkdir()  # the user's own
+    assert draft_of("smollm2") == Path("smollm2")
