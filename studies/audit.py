@@ -236,7 +236,7 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
 
 def clean(runs: Runs, number: int) -> dict[str, Any]:
     how: list[dict[str, Any]] = [{}, {}, {"draft": False}, {"rows": 8}]
-    mine = {"dtype": torch.bfloat16} if number % SELDOM == 1 else how[number % len(how)]
+    mine: dict[str, Any] = {"dtype": torch.bfloat16} if number % SELDOM == 1 else how[number % len(how)]
     run = runs.sampled(RULES["token"], 100 + number, **mine)
     found = judged([*runs.served(run, REGIME)], run, drafted=mine.get("draft", True))
     how_said = {name: str(value) for name, value in mine.items()}

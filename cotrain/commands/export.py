@@ -44,7 +44,8 @@ def _metadata(path: str) -> Metadata | None:
     if draft_folder.metadata is None and draft_folder.kind != "independent":
         raise UserError(
             f"draft.path={path} is a draft of kind {draft_folder.kind} without cotrain.json, in a layout that engines "
-            "load: serve the folder as it is, or train it further with init=pretrained and export that"
+            "load: serve the folder as it is (llama.cpp's convert_hf_to_gguf.py makes its file of it), or train it "
+            "further with init=pretrained and export that"
         )
     return draft_folder.metadata
 
@@ -160,11 +161,17 @@ def _push(path: Path, repo: str, target: str) -> None:
 def _check(path: str, as_json: bool) -> None:
     """Print that the exported folder `path` is complete. If an engine could not load it, raise UserError with all
     problems. as_json: the result is printed as JSON in both cases."""
+    folder = Path(path)
+    if any(folder.glob("*.gguf")) and not (folder / CONFIG).is_file():
+        raise UserError(f"check={path}: GGUF files are not checked: start llama.cpp as {folder / 'README.md'} says")
     with answering(as_json) as answer:
         problems = hf.folder_problems(path)
         if as_json or not problems:
             report = {"folder": path, "passed": not problems, "problems": problems}
-            answer(report, f"{path}: the folder is complete, and every tensor is as config.json says")
+            whole = "the folder is complete, and every tensor is as config.json says"
+            if not problems and hf.is_foreign(read(path)):
+                whole = "the files of tensors are whole; their names and shapes are for the engine to check"
+            answer(report, f"{path}: {whole}")
     if problems:
         raise UserError("\n".join([f"{path} would not load:", *problems]))
 

@@ -135,6 +135,8 @@ class Template:
         """Return the turn that ends with the assistant's `message`. before: the rendered conversation up to the
         beginning of the message. whole: the rendered conversation up to its end."""
         prompt = self.ids(before)
+        if message.get("weight") == 0:  # of OpenAI's fine-tuning files
+            return Turn(prompt, [], "the answer has weight 0")
         if not message["content"].strip() and "tool_calls" not in message:
             return Turn(prompt, [], "the answer is empty")
         if not whole.startswith(before):

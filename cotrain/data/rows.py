@@ -41,6 +41,7 @@ MEANINGS = {
     **dict.fromkeys(COMPLETION, "the answer"),
     "system": "the system turn",
     "tools": "the tools",
+    "domain": "the domain, by which figures are given",
 }
 COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT, QUESTION)  # the first of them that is in a row is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
@@ -72,10 +73,12 @@ class DataRow:
 
     @cached_property
     def opening(self) -> str:
-        """Return the beginning of the row, up to the first answer. It decides the row's split."""
+        """Return the beginning of the row, up to the first answer to a user. It decides the row's split."""
+        if not self.messages:
+            return self.prompt or self.text
         roles = [one["role"] for one in self.messages]
-        asked = self.messages[: roles.index("assistant")] if "assistant" in roles else self.messages
-        return json.dumps(asked) if self.messages else self.prompt or self.text
+        answers = [place for place, role in enumerate(roles) if role == "assistant" and place > roles.index("user")]
+        return json.dumps(self.messages[: min(answers, default=None)])
 
     @property
     def content(self) -> str:
@@ -116,9 +119,9 @@ class Reader:
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the file's first line: quote cells that contain commas")
         left = {name: value for name, value in values.items() if not _blank(value)}
-        domain = _text("domain", str(left.pop("domain", "own")))
+        domain = _text("domain", left.pop("domain", "own"))
         content = self._read(self._column(values, left), left)
-        read = tuple(name for name in values if name not in left and not _blank(values[name]) and name != "domain")
+        read = tuple(name for name in values if name not in left and not _blank(values[name]))
         return DataRow(place, read, tuple(left), domain, **content)
 
     def _column(self, values: Mapping[str, Any], left: Mapping[str, Any]) -> str:

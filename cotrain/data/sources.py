@@ -77,7 +77,7 @@ UNREADABLE = (
 def extension_of(path: Path) -> str | None:
     """Return the file extension that selects the loader, such as ".jsonl". The extension of a compression is skipped.
     Return None if no loader reads the file."""
-    ending = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix.lower()
+    ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
     return ending if ending in LOADERS else None
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.errors import UserError
-from cotrain.export.engines import GGUF_FILE, MARKOV, TARGET_HEAD, TREES, drafting, is_parallel
+from cotrain.export.engines import ASSISTANT_TYPE, GGUF_FILE, MARKOV, TARGET_HEAD, TREES, drafting, is_parallel
 from cotrain.export.fitting import refuse_small_head
 from cotrain.export.publishing import planned_anew, without_markov
 from cotrain.students.base import KINDS, student_class
@@ -78,10 +78,10 @@ def export(
     remarks about what the layout cannot hold.
 
     Raises UserError for a layout that this kind cannot have, for a head of low rank, and for what the engine does not
-    compute. Raises ValueError for a folder
-    of another kind, a missing tensor, a target of other sizes, and a k that the draft was not trained for. A draft that
-    drafts in one pass allows k up to the number of depths it was trained for. If its mask tokens attend to each other,
-    k must equal that number. Raises FileExistsError if `output` contains files and `replace` is False.
+    compute. Raises ValueError for a folder of another kind, a missing tensor, a target of other sizes, and a k that the
+    draft was not trained for. A draft that drafts in one pass allows k up to the number of depths it was trained for.
+    If its mask tokens attend to each other, k must equal that number. Raises FileExistsError if `output` contains files
+    and `replace` is False.
     """
     folder = read(source)
     features = {kind: student_class(kind).features for kind in KINDS if student_class(kind).features}
@@ -169,7 +169,7 @@ def _refuse_block(network: BlockNetwork, target: PreTrainedModel, source: Path, 
     if engine in TARGET_HEAD and min(network.config.layers) == 0:
         raise UserError(f"{at} it reads the target's embeddings, and this engine gives outputs of layers: {instead}")
     head: Any = target.get_output_embeddings()
-    states = torch.eye(2, network.config.hidden_size, dtype=head.weight.dtype, device=head.weight.device)
+    states = 1000 * torch.eye(2, network.config.hidden_size, dtype=head.weight.dtype, device=head.weight.device)
     if network.config.target_head and not torch.allclose(head_of(target)(states), states @ head.weight.T):
         raise UserError(
             f"{at} the draft learnt with the target's head, which scales, caps or shifts its logits, and this engine "
@@ -226,7 +226,7 @@ def _as_assistant(folder: Path, network: BlockNetwork) -> None:
     ours = read_json(folder / CONFIG)
     changes = {
         "architectures": ["MuseGlimmerAssistantModel"],
-        "model_type": "muse_glimmer_assistant",
+        "model_type": ASSISTANT_TYPE,
         "layer_types": ["full_attention"] * network.config.num_hidden_layers,
         "mask_token_id": ours["dflash_config"]["mask_token_id"],
         "target_layer_ids": ours["dflash_config"]["target_layer_ids"],

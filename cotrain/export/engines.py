@@ -23,6 +23,7 @@ from inference.servers.vllm_server import draft_model
 
 Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
+ASSISTANT_TYPE = "muse_glimmer_assistant"  # the model type of transformers that computes DFlash
 GGUF_FILE = "draft.gguf"  # the one file of a draft for llama.cpp
 MARKOV = "dspark"  # the layout of block drafts that keeps a Markov head
 # names of what exports write

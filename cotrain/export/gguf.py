@@ -48,6 +48,7 @@ ARCHITECTURES = {
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
 }
+ROUNDED = {"q8_0": ["The matrices are rounded to 8 bits (Q8_0), after the draft was measured."]}
 TYPES = {  # dtype= -> how matrices are stored, and the name of such a file
     "float32": (GGMLQuantizationType.F32, LlamaFileType.ALL_F32),
     "float16": (GGMLQuantizationType.F16, LlamaFileType.MOSTLY_F16),
@@ -91,8 +92,7 @@ def export(
         remarks += fit_vocabulary(draft.model, draft.tokenizer, reader, target)
     else:
         remarks.append(f"TARGET.gguf is {target} in this format: llama.cpp's convert_hf_to_gguf.py writes it.")
-    if dtype == "q8_0":
-        remarks.append("The matrices are rounded to 8 bits (Q8_0), after the draft was measured.")
+    remarks += ROUNDED.get(dtype or "", [])
     path, fetch = fetched(name) if name else (str(Path(output).absolute()), list[str]())
     remarks += fetch
     with new_folder(Path(output), replace=replace) as new:

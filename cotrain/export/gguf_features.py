@@ -18,7 +18,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cotrain.errors import UserError
-from cotrain.export.gguf import ENGINE, add_sizes, add_words, pack_tensor, permuted, rope_factors, stored_as, write_all
+from cotrain.export.gguf import (
+    ENGINE,
+    ROUNDED,
+    add_sizes,
+    add_words,
+    pack_tensor,
+    permuted,
+    rope_factors,
+    stored_as,
+    write_all,
+)
 from inference.drafts.published import LAYER, renamed
 from inference.models.pretrained import head_weight
 from inference.proposers.block import BlockNetwork
@@ -72,7 +82,7 @@ def write_features(
     writer.add_quantization_version(GGML_QUANT_VERSION)
     add_sizes(writer, config)
     writer.add_array(f"{arch}.target_layers", list(config.layers))
-    remarks = add_words(writer, words, target)
+    remarks = ROUNDED.get(dtype or "", []) + add_words(writer, words, target)
     if block:
         mask = config.dflash_config["mask_token_id"]
         writer.add_uint32(f"{arch}.block_size", config.depths + 1)  # with the anchor

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.export.engines import drafting, engine_named, refuse_kind
+from cotrain.export.engines import ASSISTANT_TYPE, drafting, engine_named, refuse_kind
 from cotrain.export.fitting import (
     fold_conditioning,
     measured_elsewhere,
@@ -28,6 +29,7 @@ from inference.drafts.draft_folder import (
     GENERATION,
     METADATA,
     REPORT,
+    Folder,
     Metadata,
     load_draft,
     load_tokenizer,
@@ -140,7 +142,7 @@ def prepare_draft(
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={**metadata.target, **hashes})
-    exported = _origin(engine, model) | ({"remarks": lost} if lost else {})
+    exported = _origin(engine, model) | ({"remarks": lost, "markov": False} if lost else {})
     metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:
         remarks.append(
@@ -221,7 +223,8 @@ def folder_problems(folder: str | Path) -> list[str]:
     """Return the problems of a draft folder, each with its file and key; [] if there are none.
 
     A causal LM must be in the plain Hugging Face layout, which every engine loads. A draft of another kind must be as
-    this package's engine loads it, so a folder that `train` wrote passes.
+    this package's engine loads it, so a folder that `train` wrote passes. Of a layout that is another program's alone
+    (`is_foreign`), only the files of tensors are read.
 
     Checked are the required files, the keys of config.json and generation_config.json, the names, shapes, dtypes and
     values of the tensors, the tokenizer's size, and the hash of report.json. transformers loads the tensors, since some
@@ -233,6 +236,8 @@ def folder_problems(folder: str | Path) -> list[str]:
     except (OSError, ValueError) as error:
         return [str(error)]
     path, plain = draft.path, network is CausalLM
+    if is_foreign(draft):
+        return _stored(draft)
     required = [name for name in REQUIRED if plain or name != GENERATION]  # it is of models that generate
     problems = [f"{path}: {name} is missing" for name in required if not (path / name).is_file()]
     if plain and (problem := small_head_problem(path)):
@@ -243,6 +248,25 @@ def folder_problems(folder: str | Path) -> list[str]:
     if problem := other_report(path, draft.metadata):
         problems.append(problem)
     return list(dict.fromkeys(problems))
+
+
+def is_foreign(draft: Folder) -> bool:
+    """Return whether a folder has names of tensors and keys that this package's engine does not load as they are."""
+    return draft.layout is not None or read_json(draft.path / CONFIG).get("model_type") == ASSISTANT_TYPE
+
+
+def _stored(draft: Folder) -> list[str]:
+    """Return problems with the files of tensors: missing and damaged ones, and numbers that are not finite."""
+    try:
+        files = draft.layout.files() if draft.layout else weight_files(draft.path)
+        if draft.layout and not files[0].name.endswith(".safetensors"):
+            tensors = draft.layout.tensors(torch.device("cpu"))
+        else:
+            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    except (OSError, ValueError) as error:
+        return [str(error)]
+    broken = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
+    return [f"{draft.path}: tensor {name} has numbers that are not finite" for name in broken]
 
 
 def _generation(path: Path) -> list[str]:

@@ -164,7 +164,12 @@ def planned_anew(
     ]
 
 
-def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool = True) -> dict[int, float]:
+def _has_markov(metadata: Metadata) -> bool:
+    """Return whether the export has the draft's Markov head, if there is one."""
+    return bool((metadata.origin.get("export") or {}).get("markov", True))
+
+
+def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool) -> dict[int, float]:
     """Return the report's tau on held-out texts under the token rule, in the regime, keyed by draft length; lengths
     without a figure are left out. way: "sampled" or "greedy" drafting. markov: whether the draft uses its Markov head.
     """
@@ -177,7 +182,7 @@ def _taus(report: Mapping[str, Any], metadata: Metadata, way: str, markov: bool 
 def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
     """Return a Markdown table of the report's predicted tau by draft length, for sampled and greedy drafting, in the
     regime; "" if the report has no held-out figures. metadata: the draft's, whose draft length is marked."""
-    taus = {way: _taus(report, metadata, way) for way in QUANTITIES}
+    taus = {way: _taus(report, metadata, way, _has_markov(metadata)) for way in QUANTITIES}
     lengths = sorted(set.intersection(*map(set, taus.values())))
     if not lengths:
         return ""
@@ -201,12 +206,12 @@ def without_markov(source: Path, metadata: Metadata) -> str:
 
 def _predicted(report: Mapping[str, Any], metadata: Metadata) -> list[str]:
     """Return a title and a Markdown table of the acceptance and tau predicted on held-out texts, for sampled and greedy
-    drafting, in the regime; [] if the report has no held-out figures."""
+    drafting, in the regime; [] if the report has no held-out figures of what was exported."""
     held, at = (report.get("extra") or {}).get("held_out") or {}, f"T{metadata.regime.get('temperature', 1.0):g}/all"
     rows = []
     for drafting, alpha, tau in (("sampled", "alpha", "tau"), ("greedy", "alpha_greedy_draft", "tau_greedy_draft")):
         figures = held.get(f"{alpha}_{at}"), held.get(f"{tau}_{at}/{metadata.k}")
-        if None not in figures:
+        if None not in figures and _has_markov(metadata):
             rows.append("| {} | {:.3f} | {:.2f} |".format(drafting, *figures))
     if not rows:
         return []

@@ -10,7 +10,7 @@ from typing import Any
 
 from cotrain.config.settings import TrainConfig, sampling, truncation
 from cotrain.data.texts import Texts, shared_texts
-from cotrain.errors import UserError
+from cotrain.errors import Interrupted, UserError
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.students.base import Student
 from cotrain.training.assembly import shares_of, trained_by
@@ -47,7 +47,10 @@ def overfit(cfg: TrainConfig) -> str:
     began, cfg = time.monotonic(), _settings(cfg)
     with TemporaryDirectory() as place:
         sources = require(cfg).sources
-        figures = train(cfg, Path(place), Deadline(None, began), sources, build=_on_its_own_texts, write=_figures)
+        try:
+            figures = train(cfg, Path(place), Deadline(None, began), sources, build=_on_its_own_texts, write=_figures)
+        except Interrupted as ended:
+            raise Interrupted(ended.signum, "interrupted; overfit=true keeps nothing") from ended
     line = (
         f"overfit: acceptance {figures['alpha']:.3f} after {figures['steps']} steps on {figures['texts']} texts, "
         f"{time.monotonic() - began:.0f} s"

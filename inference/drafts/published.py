@@ -114,6 +114,12 @@ class Published(NamedTuple):
             f"serve this draft with the engine that it was published for, or train one with draft={self.kind}"
         )
 
+    def whole(self, key: str, value: Any, least: int) -> int:
+        """Return the value of a key of config.json. Raises ValueError if it is no whole number of at least `least`."""
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{self.path / CONFIG}: {key} must be a whole number of at least {least}, not {value!r}")
+        return value
+
     def refuse_keys(self, values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
         """Raise ValueError if a key of `known` has another value in `values`. An absent key and null pass."""
         for key, wanted in known.items():
@@ -182,7 +188,11 @@ def imported(
     from inference.proposers.kinds import kind_of  # its package imports this module
 
     stored = draft.tensors(target.device)
-    ours, network_class = draft.convert(draft, stored, target), kind_of(draft.kind).network_class
+    network_class = kind_of(draft.kind).network_class
+    try:
+        ours = draft.convert(draft, stored, target)
+    except (TypeError, AttributeError, LookupError) as error:  # of a value of another type
+        raise ValueError(f"{draft.path / CONFIG}: {draft.title} cannot be read from it: {error}") from error
     with building(draft.path, network_class), torch.device("meta"):
         network: PreTrainedModel = network_class(network_class.config_class(**ours.config))
     shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -195,7 +205,7 @@ def imported(
             problems.append(f"tensor {name} has shape {own}, {CONFIG} says {shapes[name]}")
     if problems:
         raise ValueError(f"{draft.path}: {draft.title} that cannot be read here: {'; '.join(problems)}")
-    own_dtype = next(tensor.dtype for tensor in stored.values() if tensor.is_floating_point())
+    own_dtype = next(tensor.dtype for tensor in ours.tensors.values() if tensor.is_floating_point())
     if target.device.type != "meta":
         tensors = {
             name: tensor.detach().cpu().to(dtype or own_dtype if tensor.is_floating_point() else None, copy=True)
@@ -286,8 +296,7 @@ def _eagle(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
     if not layers:
         layers = usual
         lacking.append(f"the layers to read, {', '.join(map(str, usual))}")
-    if min(layers) < 0:
-        draft.refuse(LAYER_IDS, layers, "numbers from 0 on")
+    layers = [draft.whole(LAYER_IDS, layer, 0) for layer in layers]
     tensors = renamed(tensors, {"model.": ""})
     tensors = renamed(tensors, {theirs: ours for ours, theirs in LAYER.items()})
     before = "speculators_model_type" in values  # vLLM's default for these
@@ -326,15 +335,15 @@ def _block(draft: Published, tensors: dict[str, Tensor], target: PreTrainedModel
         if not isinstance(stored, dict) or not isinstance(stored.get("embedding"), Tensor):
             raise ValueError(f"{draft.path / MASK_FILE} has no tensor named embedding: copy the file again")
         tensors["mask_embedding"] = stored["embedding"]
-    first, mask = tensors.get("markov_head.markov_w1.weight"), int(flat["mask_token_id"])
+    first, mask = tensors.get("markov_head.markov_w1.weight"), draft.whole("mask_token_id", flat["mask_token_id"], 0)
     tokens, shared = _small_vocabulary(draft, tensors, config.vocab_size), {"lm_head.weight", "mask_embedding"}
     target_head = tokens == config.vocab_size and not shared & tensors.keys()
     settings = _sizes(config) | {
         "num_hidden_layers": config.num_hidden_layers,
         "draft_vocab_size": tokens,
         "target_head": target_head,
-        LAYER_IDS: [number + 1 for number in flat["target_layer_ids"]],
-        "depths": int(flat["block_size"]) - 1,
+        LAYER_IDS: [draft.whole("target_layer_ids", number, 0) + 1 for number in flat["target_layer_ids"]],
+        "depths": draft.whole("block_size", flat["block_size"], 2) - 1,
         "causal": bool(flat.get("causal", flat.get("is_causal", False))),
         "markov_rank": 0 if first is None else first.shape[1],
         "dflash_config": {"mask_token_id": mask},
@@ -377,6 +386,8 @@ def _completed(
     known: Tensor | None = None
     if size < vocabulary:
         if offsets is not None:
+            if offsets.is_floating_point():
+                raise ValueError(f"{draft.path}: tensor d2t must hold whole numbers, not {offsets.dtype}")
             known = torch.arange(len(offsets), device=offsets.device) + offsets
         elif used is None:
             raise ValueError(

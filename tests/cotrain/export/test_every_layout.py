@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from cotrain.cli import main
 from cotrain.export.engines import BLOCKS, ENGINES, FEATURES, FILES, MARK
@@ -66,6 +67,21 @@ def exported(draft: Path, output: Path, engine: str, layout: str, *settings: str
     )
 
 
+def assert_checked(output: Path, engine: str, capsys: pytest.CaptureFixture) -> None:
+    """`check=` passes a folder as it was written, and fails it with numbers that are not finite."""
+    whole = main(["export", f"check={output}"])
+    said = capsys.readouterr().err
+    if (output / "draft.gguf").exists():
+        assert whole == 1 and "GGUF files are not checked" in said
+    elif (output / "model.safetensors").exists() and (stored := load_file(output / "model.safetensors")):
+        assert whole == 0, said
+        name = max(stored, key=lambda one: stored[one].is_floating_point() * stored[one].numel())
+        before = (output / "model.safetensors").read_bytes()
+        save_file(stored | {name: stored[name] / 0}, output / "model.safetensors", {"format": "pt"})
+        assert main(["export", f"check={output}"]) == 1 and name in capsys.readouterr().err
+        (output / "model.safetensors").write_bytes(before)
+
+
 # every engine; of the layouts for states one; what has no figures to plan by, and what is planned otherwise
 OFTEN = {("eagle", "vllm"), ("p_eagle", "vllm"), ("block", "vllm"), ("medusa", "vllm"), ("retrieval", "vllm")}
 
@@ -88,6 +104,7 @@ def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learn
         refuse_replaced(output, "README.md", FILES, MARK)  # which knows all its files
         card = (output / "README.md").read_text(encoding="utf-8")
         assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M), card
+        assert_checked(output, engine, capsys)
         assert f"outputs of {other}" not in card and (others in card) == (other in "".join(named))
         if (output / METADATA).is_file():
             metadata = read(output).metadata

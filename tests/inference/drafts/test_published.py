@@ -265,6 +265,9 @@ def test_what_a_file_lacks_comes_from_the_target_and_is_said(tmp_path: Path, tar
     assert layout and torch.equal(imported(layout, target)[0].state_dict()["lm_head.weight"], target.lm_head.weight)
 
 
+FULL = {"lm_head.weight": torch.ones(V, H), "d2t": torch.ones(V, dtype=torch.int64), "t2d": torch.ones(V).bool()}
+
+
 @pytest.mark.parametrize(
     ("keys", "tensors", "message"),
     [
@@ -282,6 +285,17 @@ def test_what_a_file_lacks_comes_from_the_target_and_is_said(tmp_path: Path, tar
         ({}, lambda t: t | {"embed_tokens.weight": torch.ones(V, H)}, "embed_tokens.weight is not the target's embed"),
         ({"intermediate_size": 32}, None, r"has shape \(24, 16\), config.json says \(32, 16\)"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]}, None, r"tensor fc.weight has shape"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [-1, 4, 5]},
+            None,
+            "layer_ids must be a whole number of at least 0, not -1",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": ["2", "4", "5"]}, None, "layer_ids must be .*, not '2'"),
+        ({"eagle_config": [1]}, None, r"config.json: an EAGLE-3 draft cannot be read from it"),
+        ({"partial_rotary_factor": 0.5}, None, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, None, "quantization_config is {'quant_method': 'awq'}"),
+        ({}, lambda t: t | {"d2t": t["d2t"].float()}, "tensor d2t must hold whole numbers"),
+        ({"draft_vocab_size": V}, lambda t: t | FULL, "its head has all 32 tokens, but tensor d2t moves some of them"),
     ],
 )
 def test_what_our_network_cannot_compute_is_refused_by_name(
@@ -439,6 +453,25 @@ def test_a_block_draft_serves_and_its_export_has_the_same_tensors(
         ({"dflash_config": BLOCK["dflash_config"] | {"projector_type": "domino"}}, "projector_type is 'domino'"),
         ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "layer_types is 'sliding_attention'"),
         ({"num_hidden_layers": 3}, "tensor layers.2.input_layernorm.weight is missing"),
+        (
+            {"dflash_config": {"mask_token_id": -1, "target_layer_ids": IDS_OF_LAYERS}},
+            "mask_token_id must be .*, not -1",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": "x", "target_layer_ids": IDS_OF_LAYERS}},
+            "mask_token_id must be .*, not 'x'",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [-2, 3, 4]}},
+            "target_layer_ids must be .*, not -2",
+        ),
+        (
+            {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": ["1", "3", "4"]}},
+            "target_layer_ids must be .*, not '1'",
+        ),
+        ({"dflash_config": "x"}, "config.json"),
+        ({"block_size": 1}, "block_size must be a whole number of at least 2, not 1"),
+        ({"block_size": 0}, "block_size must be .*, not 0"),
     ],
 )
 def test_blocks_that_our_network_cannot_compute_are_refused_by_name(
@@ -504,6 +537,9 @@ def test_medusa_heads_with_an_output_head_of_their_own_are_refused(tmp_path: Pat
     save_file(stored | {"lm_heads.0.weight": drawn(V, H)}, path / "model.safetensors")
     with pytest.raises(ValueError, match="lm_heads.0.weight is not the target's output head"):
         load(path, target)
+    cut = put(tmp_path / "cut", json.loads((path / "config.json").read_text()) | {"truncated_vocab_size": 8}, stored)
+    with pytest.raises(ValueError, match="truncated_vocab_size is 8"):
+        load(cut, target)
     del stored["blocks.2.layers.1.weight"]
     save_file(stored, path / "model.safetensors")
     with pytest.raises(ValueError, match="tensor blocks.2.layers.1.weight is missing"):
@@ -517,3 +553,29 @@ def test_a_broken_embedding_of_the_mask_is_named(content: Any, tmp_path: Path, t
     file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     with pytest.raises(ValueError, match=f"^{file} (cannot be read as tensors|has no tensor named embedding)"):
         load_draft(path, network=kind_of("block").network_class, model=target)
+
+
+def test_the_dtype_is_that_of_the_tensors_that_are_read(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    """Not of a head that is dropped; a given one is the network's. Attention of either name of the key is causal."""
+    named = {name: tensor.bfloat16() for name, tensor in block_tensors().items()}
+    path = put(
+        tmp_path / "draft", BLOCK | {"is_causal": True}, {"confidence_head.proj.weight": torch.ones(1, H)} | named
+    )
+    layout = published(path)
+    assert layout is not None
+    for asked, wanted in ((None, torch.bfloat16), (torch.float32, torch.float32)):
+        network = imported(layout, target, asked)[0]
+        assert {tensor.dtype for name, tensor in network.state_dict().items() if tensor.is_floating_point()} == {wanted}
+        assert network.config.causal
+
+
+def test_an_index_of_weights_is_read_before_a_pickled_file(tmp_path: Path, target: LlamaForCausalLM) -> None:
+    path = put(tmp_path / "draft", BLOCK, block_tensors())
+    names = [*load_file(path / "model.safetensors")]
+    (path / "model.safetensors").rename(path / "model-1.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-1.safetensors")}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (path / "pytorch_model.bin").write_bytes(b"other")
+    layout = published(path)
+    assert layout is not None and layout.files() == [path / "model-1.safetensors"]
+    assert load(path, target).generate([[1, 2, 3]], max_new_tokens=4).stats.tokens == 4
