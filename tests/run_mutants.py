@@ -31,7 +31,7 @@ import pytest
 from tests.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("cotrain", "inference", "conf", "data", "studies", "tests", "outputs/results")
+FOLDERS = ("cotrain", "inference", "conf", "data", "docs", "studies", "tests", "outputs/results")
 FILES = ("pyproject.toml", "constraints.txt", "Makefile", "README.md", "CONTRIBUTING.md", "LICENSE")
 OURS = {"cotrain", "inference", "studies", "tests"}
 HEAVY = ("torch", "transformers.models.llama.modeling_llama", "lightning", "hydra", "datasets")

@@ -55,7 +55,7 @@ LOADERS = {
     ".tsv": "csv",
     ".txt": "text",
 }
-COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": None}  # extension -> its name in pyarrow
 SAVED = ("dataset_dict.json", "state.json")  # written by `save_to_disk` for several splits, or for one
 MAGIC = set("*?[")
 NOT_UTF8 = "it is not UTF-8 text: save the file as UTF-8"
@@ -244,7 +244,9 @@ def rows_in(files: Mapping[str, Path]) -> Iterator[tuple[str, Any]]:
 
 def _bytes(path: Path) -> Any:
     """Return an open binary file whose content is decompressed as it is read."""
-    return lzma.open(path) if path.suffix == ".xz" else io.BufferedReader(pyarrow.input_stream(str(path)))
+    if (end := path.suffix.lower()) == ".xz":
+        return lzma.open(path)
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression=COMPRESSED.get(end)))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,7 @@
 """Log-probabilities of emitted tokens: those of one forward of the target over the whole text, by transformers, before
 the settings and after those of `tests.reference`, whatever the draft, the rule, the batch and the ends of the rows."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -213,3 +214,11 @@ def test_wrong_numbers_are_rejected(top: Any) -> None:
         ValueError, match=r"prompt \d: logprobs must be None, or a number .* from 0 to 32, not|one value"
     ):
         Engine(target()).generate([[1], [2]], logprobs=top)
+
+
+def test_those_of_a_target_in_bfloat16_are_of_a_distribution() -> None:
+    """Computed from its logits in more digits than these have."""
+    engine = Engine(tiny(seed=2, dtype=torch.bfloat16), rows=1)
+    out = engine.generate([[1, 2, 3]], max_new_tokens=6, seed=1, logprobs=32, ignore_eos=True)
+    for one in out.logprobs[0].raw:
+        assert sum(math.exp(score) for _, score in one.top_logprobs) == pytest.approx(1, abs=1e-5)

@@ -259,3 +259,45 @@ def test_a_held_out_prompt_that_begins_a_learnt_one_or_begins_with_one_is_left_o
             "12 tokens are compared)",
         )
         assert left.without(learnt, 12).each(12) == left.each(12) and len(left.without([], 12).remarks) == 1
+
+
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize("before", [[SAID], [SYSTEM], [SYSTEM, SAID]], ids=["greeting", "system", "both"])
+def test_rows_that_begin_alike_are_split_by_what_the_user_asks(before: list[Any], tmp_path: Path) -> None:
+    rows = [{"messages": [*before, USER | {"content": f"question {place}"}, SAID]} for place in range(60)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = sources_of(given(tmp_path / "own.jsonl"), ("train", "held_out"), Template(templated(), {}, ()))
+    assert min(map(len, sources.values())) > 0
+
+
+def test_a_system_turn_of_the_row_is_not_put_before_that_of_its_messages() -> None:
+    row = CHAT.row({"messages": [SYSTEM, USER, SAID], "system": "other"})
+    assert [one["role"] for one in row.messages] == ["system", "user", "assistant"] and row.unread == ("system",)
+
+
+def test_an_answer_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
+    """As OpenAI's fine-tuning files mark it; its prompt is used."""
+    rows = [{"messages": [USER, SAID | {"weight": weight}]} for weight in (0, 1)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    assert isinstance(source, PromptRows)
+    assert [bool(row["completion"]) for row in source.rows] == [False, True]
+    assert "1 answers are not learnt from" in source.remarks[-1] and "has weight 0" in source.remarks[-1]
+
+
+def test_the_domain_is_a_column_that_is_read(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a", "domain": "law"}\n')
+    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    assert "columns prompt, domain" in source.remarks[0] and "by which figures are given: domain" in source.remarks[1]
+
+
+@pytest.mark.parametrize("name", ["own.JSONL", "own.JSONL.GZ", "own.jsonl.gz"])
+def test_an_extension_is_read_in_any_case_and_hidden_files_are_not(name: str, tmp_path: Path) -> None:
+    content = b'{"prompt": "a"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
+    for hidden in (".a.csv", ".b.csv"):
+        (tmp_path / hidden).write_text("prompt\nb\n")
+    source = sources_of(given(tmp_path), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    assert ": 1 of 1 rows" in source.remarks[0]

@@ -204,9 +204,13 @@ def test_the_card_predicts_either_way_of_drafting() -> None:
     text = card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
     assert "| sampled | 0.810 | 2.90 |" in text and "| greedy | 0.500 | 1.80 |" in text and "tau at 3 drafts" in text
     assert "Predicted" not in card(metadata, "vllm", "d", {**REPORT, "extra": {"held_out": {}}}, [])
+    held |= {f"{name}_without_markov_T0.7/all/3": tau for name, tau in (("tau", 2.4), ("tau_greedy_draft", 1.5))}
+    cut = replace(metadata, origin={"export": {"markov": False}})  # the draft's Markov head is left out
+    text = card(cut, "vllm", "d", {**REPORT, "extra": {"held_out": held}}, [])
+    assert "| sampled | 2.40 |" in text and "| greedy | 1.50 |" in text and "2.90" not in text and "0.810" not in text
 
 
-COSTS = Costs((1.0, 1.05, 1.1, 1.15, 1.2), 0.1, (0.0,) * 5)  # rounds of 1, 1.15, 1.3, 1.45 and 1.6 seconds
+COSTS = Costs((2.0, 2.1, 2.2, 2.3, 2.4), 0.2, (0.0,) * 5)  # rounds of 2, 2.3, 2.6, 2.9 and 3.2 seconds
 TAUS = {"tau": (1.8, 2.4, 2.9, 3.1), "tau_greedy_draft": (1.5, 1.6, 1.62, 1.63)}  # fastest at 3, and at 1
 GAINS = "1.30x with k = 1, 1.02x with k = 4"
 HELD = {f"{name}_T0.7/all/{k}": tau for name, taus in TAUS.items() for k, tau in enumerate(taus, 1)}

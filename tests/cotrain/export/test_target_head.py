@@ -18,6 +18,7 @@ from transformers import AutoModel, LlamaForCausalLM
 from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import TARGET_HEAD, captured, launch, usual_layout
+from cotrain.export.hf import folder_problems
 from cotrain.students.block import BlockStudent
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Metadata, read, save
@@ -70,6 +71,7 @@ def pair(target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> 
     place = tmp_path_factory.mktemp("drafts")
     network = built(target, place / "draft")
     folder = export(place / "draft", place / "out", "dflash", engine="transformers", target=target)
+    assert folder_problems(folder) == []
     assistant, found = AutoModel.from_pretrained(folder, dtype=target.dtype, output_loading_info=True)
     assert not any(found[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return network, assistant.eval()

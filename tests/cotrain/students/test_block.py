@@ -240,9 +240,15 @@ def test_first_weights_pass_on_the_highest_state_to_the_norm_and_head_of_the_tar
 
 
 def test_the_head_of_the_target_is_no_weight_of_the_draft() -> None:
-    """Neither it nor the mask learns, or is in a folder."""
+    """Neither it nor the mask learns, or is in a folder. It is not a smaller one."""
     target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[])
     settings = {"kind": "block", "layers": 1, "kv_heads": None, "intermediate": None, "head_dim": 8}
+    for key in ("vocabulary", "head_rank"):
+        with pytest.raises(ValueError, match=f"draft.{key}=20: the head is the target's"):
+            BlockStudent.initial(draft(**settings, head="target", **{key: 20}), init, target)  # type: ignore[arg-type]
+    for small in ({"draft_vocab_size": 20}, {"head_rank": 4}):
+        with pytest.raises(ValueError, match="the target's head has all tokens and its full rank"):
+            kinds.block(target, target_head=True, **small)
     own, shared = (
         BlockStudent.initial(draft(**settings, head=head), init, target)  # type: ignore[arg-type]
         for head in ("own", "target")

@@ -1,6 +1,8 @@
 """overfit=true: a text is learnt until its drafts are accepted and the engine drafts so, or the run says otherwise."""
 
+import os
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from cotrain.config.drafts import DRAFTS
 from cotrain.students.heads import HeadRounds
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import overfit
+from cotrain.training.module import Distillation
 from tests.folders import own_texts, target_folder
 
 
@@ -101,6 +104,21 @@ def test_a_draft_that_does_not_learn_is_an_error(
     assert re.search(
         r"acceptance 0\.\d+ after 4 steps on 1 texts, .* and not 0.95: .* optimizer.lr=1e-09 does not fit", said
     )
+
+
+def test_an_interrupted_try_does_not_say_that_it_goes_on(
+    given: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true = Distillation.on_validation_epoch_end
+
+    def ends(self: Distillation) -> None:
+        true(self)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Distillation, "on_validation_epoch_end", ends)
+    assert main(["train", *given, "init.layers=[0]"]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted; overfit=true keeps nothing" in said and "resumes" not in said
 
 
 @pytest.mark.parametrize("wrong", ["draft=retrieval", "mode=joint", "objective=greedy_draft"])
