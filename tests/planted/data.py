@@ -32,7 +32,7 @@ ROWS_OF_BUGS = [
     ('links_to_nothing', 'cotrain/data/sources.py', '_present', 'not path.exists()', 'False', [AMONG], 'a file is missed in silence'),
     ('pointers_are_texts', 'cotrain/data/sources.py', 'rows_in', '== POINTER', '== b""', [REFUSED], 'a draft learns three lines of Git LFS'),
     ('dates_that_python_has_not', 'cotrain/data/sources.py', '', '    OverflowError,', '    csv.Error,', [REFUSED], 'a traceback for a column that nobody reads'),
-    ('loud_names', 'cotrain/data/sources.py', 'extension_of', '.suffix.lower()', '.suffix', [WHOLE], 'files with .JSONL are no data'),
+    ('loud_names', 'cotrain/data/sources.py', 'extension_of', 'else path).suffix.lower()', 'else path).suffix', [WHOLE], 'files with .JSONL are no data'),
     ('reasons_one_by_one', 'cotrain/data/rows.py', 'Skipped.add', 're.sub(r"\\d+", "0", str(reason))', 'str(reason)', [DAMAGED + 'test_reasons_that_differ_in_a_number_are_counted_as_one'], 'four of a thousand equal reasons are listed'),
     ('names_that_cannot_be_printed', 'cotrain/data/rows.py', '_line', 'text.encode(errors="backslashreplace").decode()', 'text', [WHOLE], 'a traceback of the terminal'),
     ('domains_without_a_check', 'cotrain/data/rows.py', 'Reader.row', '_text("domain", str(left.pop("domain", "own")))', 'str(left.pop("domain", "own"))', [SKIPPED], 'a traceback where texts are written'),
