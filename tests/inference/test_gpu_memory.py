@@ -17,9 +17,7 @@ from tests.often import often
 from tests.tiny import tiny
 
 
-@pytest.mark.parametrize(
-    "kind", often([kind for kind in KINDS if "," not in kind], {"independent", "eagle"}.__contains__)
-)
+@pytest.mark.parametrize("kind", often([kind for kind in KINDS if "," not in kind], {"eagle"}.__contains__))
 def test_keys_and_values_have_the_dtype_of_the_weights(kind: str) -> None:
     """A CPU keeps those of half-precision weights in float32. Noise is float64, of as many starts as a GPU fills at
     once."""

@@ -48,6 +48,7 @@ def test_recorded_rounds_give_the_text_of_the_host(rule: str) -> None:
         assert gpu.recordings
 
 
+@pytest.mark.thorough
 def test_a_draft_on_another_device_goes_step_by_step() -> None:
     """The tensors that it draws by are made before the round is verified, and are no part of the graph."""
     wanted = texts("cpu", "coupled", CUTS[: len(PROMPTS)])
@@ -66,6 +67,7 @@ def test_own_processors_run_as_they_are() -> None:
         assert texts("cuda", "token", each) == wanted
 
 
+@pytest.mark.thorough
 def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = texts("cpu", "token", Sampling(0.8))
 

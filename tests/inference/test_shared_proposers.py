@@ -51,6 +51,7 @@ def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
         assert results[0] == results[1], sizes
 
 
+@pytest.mark.thorough
 def test_a_proposer_serves_one_engine_at_a_time() -> None:
     run: dict[str, Any] = {"max_new_tokens": 16, "seed": 3, "ignore_eos": True}
     proposer = Independent(near(tiny()))

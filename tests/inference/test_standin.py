@@ -52,6 +52,7 @@ KINDS = ["plain", "draft", "ngram"]
         [[Sampling(0.0), Sampling(0.9, top_p=0.8), FULL], [Sampling(1.0, top_k=5)] * 3], lambda each: each[-1] is FULL
     ),
 )
+@pytest.mark.thorough
 def test_every_setting_stays_on_its_device(sampling: list[Sampling]) -> None:
     wanted = texts("cpu", "draft", "token", 2, False, sampling)
     with standin.device():

@@ -134,6 +134,7 @@ class TestDataSelf:
         unseen = [json.loads(row) for row in (run / "draft" / PROMPTS).open()]
         assert unseen and all(row in final for row in unseen)
 
+    @pytest.mark.thorough
     def test_the_file_of_a_run_is_a_data_set_for_others(
         self, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -468,6 +468,7 @@ def test_shared_folders_are_the_originals(place: Path) -> None:
         before = now
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_moves_the_target_to_the_same_place(
     pair: Path, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

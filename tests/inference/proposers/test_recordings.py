@@ -134,6 +134,7 @@ def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: li
     assert len(compared) > 2 * len(CALLS)
 
 
+@pytest.mark.thorough
 def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads that serve two engines in turn read the states of the current one and run its output head."""
     monkeypatch.setattr("inference.models.replay.WARMUP", 0)
@@ -152,6 +153,7 @@ def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", often(["eagle", "medusa"], {"eagle"}.__contains__))
+@pytest.mark.thorough
 def test_recordings_of_one_tree_outlive_those_of_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines of two shapes in turn: what the first one's recordings read is still there."""
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)

@@ -14,6 +14,7 @@ from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
 from inference.servers.vllm_lookup import FOLDER, Lookup
 from tests.kinds import KINDS
+from tests.often import often
 from tests.tiny import near, tiny
 
 K, CONTEXT = 3, 64
@@ -43,7 +44,7 @@ class Kept:
         return proposal
 
 
-@pytest.mark.parametrize("kind", ["retrieval", "hybrid"])
+@pytest.mark.parametrize("kind", often(["retrieval", "hybrid"], {"hybrid"}.__contains__))
 def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny(seed=3, positions=CONTEXT)
     retrieval, proposer = Retrieval(shortest=1), None
