@@ -16,6 +16,7 @@ So everything after the third stage is the ordinary training of a draft for a ta
 import copy
 import json
 import math
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,9 @@ from cotrain.training.run import target_prompts, train
 from inference import Engine
 from inference.drafts import moved_target
 from inference.drafts.atomic import new_folder, write_atomic
+from inference.drafts.draft_folder import digest
 from inference.drafts.moved_target import IDENTITY, MOVED, said
+from inference.drafts.weight_files import read_json
 from inference.models.passes import LAST
 from inference.models.pretrained import cast as cast_to
 from inference.models.pretrained import weights_quantisation
@@ -77,6 +80,8 @@ SEARCHES = 6  # evaluations of the KL to find the scale of the adapter
 WHOLE, NEAR, MIDDLE, MOST = 0.92, 0.68, 0.75, 0.8
 FEWEST = 4  # held-out texts: two choose the scale, and two certify
 WARM, MOVING, TARGET = "warm", "joint", "target"
+WRITTEN = ((f"{WARM}/draft",), (f"{MOVING}/draft", TARGET))  # by each stage for the next ones
+SEALS = "stages.json"  # hashes of these files
 
 
 def joint(
@@ -94,16 +99,47 @@ def joint(
         cfg = copy.deepcopy(cfg)
         settle(cfg.trainer.threads, cfg.trainer.seed)
         prompts, sources = target_prompts(cfg, *models(cfg), rollouts(cfg, folder), deadline)
+    for parts in WRITTEN:
+        remove_changed(folder, parts)
     if cfg.joint.warm_steps and not (folder / WARM / "draft").exists():
         train(warming(cfg), folder / WARM, deadline, sources)
         awaited(lambda: (folder / WARM / "draft").exists(), "the process that trains the first draft")
+    seal(folder)
     if not (place / MOVED).is_file():
         stage = SecondStage(cfg, folder)
         train(moving(cfg, folder), folder / MOVING, deadline, build=stage.build, write=stage.write)
         awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
+    seal(folder)
     refuse_uncertified(cfg, place)
     texts = partial(original_texts, cfg, folder)
     return train(serving_settings(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
+
+
+def written(folder: Path, parts: Sequence[str]) -> list[Path]:
+    """Return the files in the folders `parts` of the run's folder."""
+    return [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
+
+
+def seal(folder: Path) -> None:
+    """Note the hashes of what the stages have written, with which `remove_changed` compares when the run goes on."""
+    if not rank():
+        files = [file for parts in WRITTEN for file in written(folder, parts)]
+        write_atomic(folder / SEALS, json.dumps({str(file.relative_to(folder)): digest(file) for file in files}) + "\n")
+
+
+def remove_changed(folder: Path, parts: Sequence[str]) -> None:
+    """Remove the folders `parts` of the run's folder if a file in them is not as its stage wrote it. The stage, which
+    has its checkpoint, then writes them again."""
+    seals = read_json(folder / SEALS) if (folder / SEALS).is_file() else {}
+    known = [folder / name for name in seals if name.startswith(tuple(f"{part}/" for part in parts))]
+    changed = [file for file in known if file.is_file() and digest(file) != seals[str(file.relative_to(folder))]]
+    if not changed:
+        return
+    print(f"{changed[0]} was changed since it was written: it is made again", file=sys.stderr)
+    if not rank():
+        for part in parts:
+            shutil.rmtree(folder / part, ignore_errors=True)
+    awaited(lambda: not any((folder / part).exists() for part in parts), "the process that removes damaged files")
 
 
 def rollouts(cfg: TrainConfig, folder: Path) -> Path:

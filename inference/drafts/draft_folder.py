@@ -365,7 +365,8 @@ def _json(value: Mapping[str, Any]) -> str:
 
 def digest(file: Path) -> str:
     """Return the SHA-256 hash of a file, in hexadecimal."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def read(folder: str | Path) -> Folder:
