@@ -583,3 +583,21 @@ def test_settings_that_joint_training_lacks_are_refused(
     assert job(place, "wrong", *given, *setting.split()) != 0
     said = capsys.readouterr().err
     assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
+
+
+def test_what_a_stage_wrote_and_is_changed_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With all that the stage wrote; what a user deleted is nothing to say."""
+    names = [f"{part}/model.safetensors" for parts in joint.WRITTEN for part in parts]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(b"weights")
+    joint.seal(tmp_path)
+    for parts in joint.WRITTEN:
+        joint.remove_changed(tmp_path, parts)
+    assert all((tmp_path / name).is_file() for name in names) and not capsys.readouterr().err
+    (tmp_path / names[-1]).write_bytes(b"wEights")
+    (tmp_path / names[0]).unlink()
+    for parts in joint.WRITTEN:
+        joint.remove_changed(tmp_path, parts)
+    assert [(tmp_path / name).parent.exists() for name in names] == [True, False, False]
+    assert capsys.readouterr().err == f"{tmp_path / names[-1]} was changed since it was written: it is made again\n"
