@@ -45,6 +45,7 @@ MEANINGS = {
 }
 COLUMNS = (*CONVERSATION, PROMPT, INSTRUCTION, TEXT, QUESTION)  # the first of them that is in a row is read
 NAMES = {"from": "role", "value": "content"}  # of ShareGPT
+ENVELOPES = ("body", "request")  # columns of logged requests and of OpenAI's batches, whose content is the row
 REASONS = 4  # as many are listed
 BLANK = "it holds no text"  # many rows of a corpus are so: they do not stop a run
 WIDTH = 600  # characters of a reason, or of a list of columns, in a message
@@ -118,6 +119,9 @@ class Reader:
             )
         if None in values:  # `csv.DictReader`
             raise ValueError("it has more cells than the file's first line: quote cells that contain commas")
+        whole = next((values[name] for name in ENVELOPES if isinstance(values.get(name), Mapping)), None)
+        if whole and not self.column and not {*COLUMNS} & {*values}:
+            values = {name: value for name, value in values.items() if not isinstance(value, Mapping)} | whole
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = _text("domain", left.pop("domain", "own"))
         content = self._read(self._column(values, left), left)

@@ -135,6 +135,11 @@ SHAPES = {
     ),
     "OpenAI log, arguments as JSON text": Shape(LOG.replace("ARGUMENTS", '"{\\"day\\": 3}"'), CALLED),
     "OpenAI log, arguments as an object": Shape(LOG.replace("ARGUMENTS", '{"day": 3}'), CALLED),
+    "OpenAI batch, or a logged request": Shape(
+        '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", '
+        '"body": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}}',
+        says("Hi"),
+    ),
     "TRL, text": Shape(PAIR, says("Hi", "Yes?")),
     "TRL, messages": Shape(
         '{"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yes?"}]}',

@@ -1,5 +1,6 @@
 """What a run needs and how long it takes: from the settings, recomputed by hand."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,25 @@ def test_check_prints_sizes_a_prompt_and_durations(mistakes: Path, capsys: pytes
     assert f"{small / 1e6:.2f} M parameters, init pretrained" in said and f"{target / 1e6:.1f} M parameters" in said
     assert all(f"  {phase}" in said for phase in ("sampling", "training", "measuring"))
     assert "prompt        of 8 tokens, as the target reads it: '" in said and "10 texts" in said
+
+
+def test_check_names_the_sampling_of_the_target_if_it_is_another(
+    mistakes: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a server takes it for what a request leaves out."""
+    own = {"temperature": 0.6, "top_p": 0.95, "do_sample": True}
+    file = mistakes / "target" / "generation_config.json"
+    before = json.loads(file.read_text()) if file.exists() else {}
+    for stored, regime, shown in (
+        (own, [], True),
+        (own, ["regime.temperature=0.6", "regime.top_p=0.95"], False),
+        ({}, [], False),
+    ):
+        file.write_text(json.dumps(before | stored))
+        assert main(command(mistakes, "init.layers=[0]", "check=true", *regime)) == 0
+        said = capsys.readouterr().out
+        assert ("says regime.temperature=0.6 regime.top_p=0.95" in said) == shown == ("sampling      " in said)
+    file.write_text(json.dumps(before))
 
 
 def test_memory_is_of_the_pretrained_draft_not_of_the_target(mistakes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
