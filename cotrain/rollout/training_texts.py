@@ -241,7 +241,7 @@ class Sampled:
                 f"{whose} texts are all empty ({empty}), so there is nothing to learn: they end at their "
                 "first token: look at the answer to one of the prompts, or name another model"
             )
-        if keep and beside(path, "parquet").is_file():
+        if keep and beside(path, "parquet").is_file() and not _halfway(rows, path):
             earlier = numbered(path, ".parquet")
             there = [ending for ending in ("parquet", "json") if beside(path, ending).is_file()]
             for ending in there:
@@ -349,6 +349,16 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
     tokens = sum(len(row["completion"]) for row in rows)
     results = {"rows": len(rows), "tokens": tokens, "sha256": sha256(beside(path, "parquet"))}
     write_atomic(beside(path, "json"), json.dumps(manifest | results, indent=2) + "\n")
+
+
+def _halfway(rows: list[dict[str, Any]], path: Path) -> bool:
+    """Return whether path.parquet has these rows and no path.json: a process wrote it, and ended before the other."""
+    if beside(path, "json").is_file():
+        return False
+    try:
+        return read_rows(path).to_list() == datasets.Dataset.from_list(rows, features=FEATURES).to_list()
+    except ValueError:
+        return False
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:

@@ -66,4 +66,5 @@ ROWS_OF_BUGS = [
     ('an_overfit_run_resumes', 'cotrain/training/overfit.py', 'overfit', 'except Interrupted as', 'except NotImplementedError as', ['tests/cotrain/training/test_overfit.py::test_an_interrupted_try_does_not_say_that_it_goes_on'], 'a message promises what is not kept'),
     ('logprobs_in_the_dtype_of_logits', 'inference/verify/logprobs.py', 'logprobs', 'wide(logits)', 'logits', ['tests/inference/test_logprobs.py::test_those_of_a_target_in_bfloat16_are_of_a_distribution'], 'log-probabilities have two digits'),
     ('gains_are_not_over_a_plain_step', 'cotrain/export/publishing.py', 'planned_anew', 'seconds[0] * tau', 'tau', ['tests/cotrain/export/test_export.py'], 'the card promises gains of another machine'),
+    ('the_same_texts_are_kept_twice', 'cotrain/rollout/training_texts.py', '_halfway', '.to_list() == datasets.', '.to_list() is datasets.', ['tests/cotrain/rollout/test_kept_texts.py::test_texts_without_their_json_are_the_same_texts_after_a_kill_between_both'], 'a folder of texts has each text twice'),
 ]

@@ -13,6 +13,7 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cotrain.cli import main
 from cotrain.config.groups import Data
 from cotrain.data.fingerprints import fingerprint, identity, settings
 from cotrain.data.sources import prompt_origin
@@ -26,7 +27,7 @@ from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference import Sampling
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
 from tests.cotrain.data.test_inputs import given
-from tests.folders import network, tokenizer
+from tests.folders import network, own_texts, target_folder, tokenizer
 from tests.settings import composed
 
 TEXTS = [f"number {i}" for i in range(80)]
@@ -272,3 +273,25 @@ def test_a_changed_byte_of_stored_texts_is_refused_by_name(tmp_path: Path) -> No
     earlier = {"kind": "train", "rows": 40, "tokens": 200}
     (tmp_path / "train_T1.json").write_text(json.dumps(earlier))
     assert len(training_texts.read_rows(tmp_path / "train_T1")) == 40
+
+
+def test_texts_without_their_json_are_the_same_texts_after_a_kill_between_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left beside them; other texts under this name are kept."""
+    target, data = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl")
+    few = ["rollout.texts=4", "rollout.prompt_tokens=6", "rollout.new_tokens=8", f"output={tmp_path / 'out'}"]
+    command = ["rollout", f"target.path={target}", f"data.path={data}", *few]
+
+    def killed(*_: Any) -> None:
+        raise OSError("killed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(training_texts, "write_atomic", killed)
+        assert main(command) == 1
+    assert main(command) == 0
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.parquet")) == ["train_T1.parquet"]
+    rows = training_texts.read_rows(tmp_path / "out" / "train_T1").to_list()
+    (tmp_path / "out" / "train_T1.json").unlink()
+    assert training_texts._halfway(rows, tmp_path / "out" / "train_T1")
+    assert not training_texts._halfway(rows[1:], tmp_path / "out" / "train_T1")
