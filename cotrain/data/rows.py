@@ -78,8 +78,9 @@ class DataRow:
         if not self.messages:
             return self.prompt or self.text
         roles = [one["role"] for one in self.messages]
-        answers = [place for place, role in enumerate(roles) if role == "assistant" and place > roles.index("user")]
-        return json.dumps(self.messages[: min(answers, default=None)])
+        asked = roles.index("user")
+        before = asked + roles[asked:].index("assistant") if "assistant" in roles[asked:] else None
+        return json.dumps(self.messages[:before])
 
     @property
     def content(self) -> str:

@@ -258,11 +258,10 @@ def is_foreign(draft: Folder) -> bool:
 def _stored(draft: Folder) -> list[str]:
     """Return problems with the files of tensors: missing and damaged ones, and numbers that are not finite."""
     try:
-        files = draft.layout.files() if draft.layout else weight_files(draft.path)
-        if draft.layout and not files[0].name.endswith(".safetensors"):
+        if draft.layout:
             tensors = draft.layout.tensors(torch.device("cpu"))
         else:
-            tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
+            tensors = {name: one for file in weight_files(draft.path) for name, one in load_file(file).items()}
     except (OSError, ValueError) as error:
         return [str(error)]
     broken = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]

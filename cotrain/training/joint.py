@@ -104,12 +104,12 @@ def joint(
     if cfg.joint.warm_steps and not (folder / WARM / "draft").exists():
         train(warming(cfg), folder / WARM, deadline, sources)
         awaited(lambda: (folder / WARM / "draft").exists(), "the process that trains the first draft")
-    seal(folder)
+        seal(folder, WRITTEN[0])
     if not (place / MOVED).is_file():
         stage = SecondStage(cfg, folder)
         train(moving(cfg, folder), folder / MOVING, deadline, build=stage.build, write=stage.write)
         awaited(lambda: (place / MOVED).is_file(), "the process that writes the moved target")
-    seal(folder)
+        seal(folder, WRITTEN[1])
     refuse_uncertified(cfg, place)
     texts = partial(original_texts, cfg, folder)
     return train(serving_settings(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
@@ -120,17 +120,22 @@ def written(folder: Path, parts: Sequence[str]) -> list[Path]:
     return [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
 
 
-def seal(folder: Path) -> None:
-    """Note the hashes of what the stages have written, with which `remove_changed` compares when the run goes on."""
+def _seals(folder: Path) -> dict[str, str]:
+    return dict(read_json(folder / SEALS)) if (folder / SEALS).is_file() else {}
+
+
+def seal(folder: Path, parts: Sequence[str]) -> None:
+    """Note the hashes of the files that a stage has written to the folders `parts` of the run's folder, with which
+    `remove_changed` compares when the run goes on."""
     if not rank():
-        files = [file for parts in WRITTEN for file in written(folder, parts)]
-        write_atomic(folder / SEALS, json.dumps({str(file.relative_to(folder)): digest(file) for file in files}) + "\n")
+        new = {str(file.relative_to(folder)): digest(file) for file in written(folder, parts)}
+        write_atomic(folder / SEALS, json.dumps(_seals(folder) | new) + "\n")
 
 
 def remove_changed(folder: Path, parts: Sequence[str]) -> None:
     """Remove the folders `parts` of the run's folder if a file in them is not as its stage wrote it. The stage, which
     has its checkpoint, then writes them again."""
-    seals = read_json(folder / SEALS) if (folder / SEALS).is_file() else {}
+    seals = _seals(folder)
     known = [folder / name for name in seals if name.startswith(tuple(f"{part}/" for part in parts))]
     changed = [file for file in known if file.is_file() and digest(file) != seals[str(file.relative_to(folder))]]
     if not changed:

@@ -591,7 +591,8 @@ def test_what_a_stage_wrote_and_is_changed_is_made_again(tmp_path: Path, capsys:
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(b"weights")
-    joint.seal(tmp_path)
+    for parts in joint.WRITTEN:
+        joint.seal(tmp_path, parts)
     for parts in joint.WRITTEN:
         joint.remove_changed(tmp_path, parts)
     assert all((tmp_path / name).is_file() for name in names) and not capsys.readouterr().err
