@@ -62,7 +62,7 @@ from cotrain.training.run import target_prompts, train
 from inference import Engine
 from inference.drafts import moved_target
 from inference.drafts.atomic import new_folder, write_atomic
-from inference.drafts.draft_folder import digest
+from inference.drafts.gguf_target import sha256
 from inference.drafts.moved_target import IDENTITY, MOVED, said
 from inference.drafts.weight_files import read_json
 from inference.models.passes import LAST
@@ -115,11 +115,6 @@ def joint(
     return train(serving_settings(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
 
 
-def written(folder: Path, parts: Sequence[str]) -> list[Path]:
-    """Return the files in the folders `parts` of the run's folder."""
-    return [file for part in parts for file in sorted((folder / part).rglob("*")) if file.is_file()]
-
-
 def _seals(folder: Path) -> dict[str, str]:
     return dict(read_json(folder / SEALS)) if (folder / SEALS).is_file() else {}
 
@@ -128,7 +123,8 @@ def seal(folder: Path, parts: Sequence[str]) -> None:
     """Note the hashes of the files that a stage has written to the folders `parts` of the run's folder, with which
     `remove_changed` compares when the run goes on."""
     if not rank():
-        new = {str(file.relative_to(folder)): digest(file) for file in written(folder, parts)}
+        files = [file for part in parts for file in (folder / part).rglob("*") if file.is_file()]
+        new = {str(file.relative_to(folder)): sha256(file) for file in files}
         write_atomic(folder / SEALS, json.dumps(_seals(folder) | new) + "\n")
 
 
@@ -137,7 +133,7 @@ def remove_changed(folder: Path, parts: Sequence[str]) -> None:
     has its checkpoint, then writes them again."""
     seals = _seals(folder)
     known = [folder / name for name in seals if name.startswith(tuple(f"{part}/" for part in parts))]
-    changed = [file for file in known if file.is_file() and digest(file) != seals[str(file.relative_to(folder))]]
+    changed = [file for file in known if file.is_file() and sha256(file) != seals[str(file.relative_to(folder))]]
     if not changed:
         return
     print(f"{changed[0]} was changed since it was written: it is made again", file=sys.stderr)

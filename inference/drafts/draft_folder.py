@@ -365,8 +365,7 @@ def _json(value: Mapping[str, Any]) -> str:
 
 def digest(file: Path) -> str:
     """Return the SHA-256 hash of a file, in hexadecimal."""
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def read(folder: str | Path) -> Folder:
