@@ -187,6 +187,15 @@ class SlotCache(Cache):
         layer."""
         return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
 
+    def read(self, window: Window, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the keys and the values of a window's rows: two lists with one tensor (A, G, S, D) per layer. like (0,
+        G, 0, D): of what is allocated before the first pass."""
+        for store in self.stores:
+            if not store.is_initialized:
+                store.lazy_initialization(like, like)
+        rows = slice(window.low, window.high)
+        return [store.keys[rows] for store in self.stores], [store.values[rows] for store in self.stores]
+
     def keep(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted path of a tree in the rows [0, A) to the slots after its anchor, in every layer. start
         (A,): the slots of the anchors. path (A, m): the accepted nodes of each row's tree, then -1."""

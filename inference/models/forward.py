@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from inference.models import llama, packing
@@ -166,8 +167,37 @@ class Lean:
 
     def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
+        if self.flat is not None and ids.shape[1] <= most_ids(window):
+            return self._in_kernel(ids, window, cos, sin, layers, stored)
         attend = attention(self.mask(window), self.shape)
         return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
+
+    def _in_kernel(
+        self, ids: Tensor, window: Window, cos: Tensor, sin: Tensor, layers: Layers, stored: bool
+    ) -> dict[int, Tensor]:
+        """Return what `_states` returns, by one operator of `kernels.cpp`."""
+        shape, every = self.shape, len(self.cache.stores)
+        last = every if stored or LAST in layers else max(layers, default=0)
+        assert self.flat is not None
+        weights = self.flat[: 12 * last] + self.flat[-1:]
+        held = self.cache.read(window, torch.empty(0, shape.groups, 0, shape.size, dtype=shape.held))
+        keys, values = (part[:last] for part in held)
+        mask, wanted = self.mask(window), [*dict.fromkeys(layers)]
+        seen = cos.new_empty(0) if mask is None else mask
+        states = torch.ops.inference.layers(
+            F.embedding(ids, self.weights.embedding),
+            weights,
+            keys,
+            values,
+            cos,
+            sin,
+            window.slots,
+            seen,
+            window.limit,
+            *(shape.heads, shape.groups, shape.size, shape.scale, shape.eps),
+            wanted,
+        )
+        return dict(zip(wanted, states, strict=True))
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)
@@ -175,6 +205,7 @@ class Lean:
     def _read_weights(self) -> None:
         change = llama.int8 if self.int8 else llama.packed if self.packs else None
         self.weights, self.shape = prepared(self.model, change), llama.shape_of(self.model)
+        self.flat = llama.of_kernel(self.weights)
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
         self.origin = origin_of(self.model)

@@ -157,6 +157,20 @@ def states_of(
     return states
 
 
+def of_kernel(weights: Weights) -> list[Tensor] | None:
+    """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: twelve per layer, and the final
+    norm. Return None if a projection of a layer has no copy for it."""
+    none, flat = torch.empty(0), []
+    for w in weights.layers:
+        products = [w.qkv.packed, w.out.packed, w.gate_up.packed, w.down.packed]
+        if not all(isinstance(product, packing.Widened) for product in products):
+            return None
+        qkv, out, gate_up, down = ((product.weight, product.bias) for product in cast(list[packing.Widened], products))
+        norms = [none if norm is None else norm for norm in (w.q_norm, w.k_norm)]
+        flat += [w.first, *qkv, *norms, *out, w.second, *gate_up, *down]
+    return [*flat, weights.norm]
+
+
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
     """Return attention (A, n, H D), computed by torch's own kernels. q (A, H, n, D). k, v (A, G, L, D). mask (A, 1, n,
     L): the attention mask, added to the scores; None if all slots are visible. shape: gives the factor of the scores.

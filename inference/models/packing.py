@@ -1,22 +1,30 @@
 """Second copies of weights, in the order in which the kernels of a CPU read them.
 
-For a weight in torch's own order, a kernel rearranges it at every call. Two libraries of torch accept weights that are
-already rearranged:
+For a weight in torch's own order, a kernel rearranges it at every call. Two kernels accept weights that are already
+rearranged:
 
-- oneDNN, for models in bfloat16 on a CPU with instructions for it.
-- FBGEMM, for models in float32 on a CPU that would emulate bfloat16, if float16 can represent their weights, as it can
-  for nearly every checkpoint in half precision. The copy is in float16. The kernels widen each weight and compute in
-  float32, so the pass differs from the float32 model only in the order of sums. It reads half of the bytes, and a few
-  ids take little more time than one (`docs/measurements/smollm2.md`).
+- oneDNN's, for models in bfloat16 on a CPU with instructions for it.
+- those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 represents their
+  weights, as it does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a pass
+  differs from the float32 model only in the order of sums. It reads half of the bytes, and a few ids take little more
+  time than one (`docs/measurements/smollm2.md`). They are compiled once per machine, by the C++ compiler that
+  torch.compile uses too.
 """
 
-import itertools
-import math
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
 from inference.models.pretrained import emulated
@@ -25,6 +33,8 @@ LARGEST = 2**30  # bytes of copies: larger models are not stored twice
 ROWS = 32  # ids of a pass for which oneDNN chooses the order; other numbers work as well
 CHUNK = 4096  # rows of a weight that are compared at once
 ALIGNED = 64  # bytes that a kernel reads at once
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=c++20", "-fPIC", "-fopenmp")
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -63,50 +73,72 @@ class InBfloat16:
         return product
 
 
-class InFloat16:
-    """A `Product` in float32. The copy of the weight is in FBGEMM's order and in float16. factor: a power of two that
-    the weight is multiplied by before it is rounded to float16, so that float16 can represent it.
-
-    The product is a torch operator that gets a number and finds this object by it. Compiled code cannot hold FBGEMM's
-    objects, and all models of one shape share it, so it holds no constant of one model. weight (out, in). bias (out,),
-    or None.
-    """
+class Widened:
+    """A `Product` in float32 by `kernels.cpp`. The copy of the weight is in bfloat16, which must represent it. weight
+    (out, in). bias (out,), or None."""
 
     width = 2
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, factor: float) -> None:
-        self.packed = torch.ops.quantized.linear_prepack_fp16(owned(weight * factor), None)
-        self.bias, self.factor, self.outputs = bias, factor, len(weight)
-        number = next(_numbers)
-        with torch.inference_mode(False):
-            self.number = torch.tensor(number)
-        _products[number] = self
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
+            self.weight: Tensor = torch.ops.inference.packed(weight.to(torch.bfloat16).contiguous())
+            self.bias = torch.empty(0) if bias is None else bias.clone()
+        self.outputs = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.inference.product_in_float16.default(x, self.number, self.outputs)
+        product: Tensor = torch.ops.inference.product(x, self.weight, self.bias, self.outputs)
         return product
 
-    def __deepcopy__(self, _: object) -> "InFloat16":
-        return self
+
+@functools.cache
+def has_kernels() -> bool:
+    """Return whether this process has the operators of `kernels.cpp`. The first call on a machine compiles them, into
+    the folder in which torch has other extensions. If that fails, as without a C++ compiler, there is one warning."""
+    include = [f"-I{path}" for path in cpp_extension.include_paths()]
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
+    command = [compiler, *FLAGS, "-DAT_PARALLEL_OPENMP=1", *include]
+    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, _processor()])
+    name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    library = Path(cpp_extension.get_default_build_root()) / "cotrain" / f"{name}.so"
+    try:
+        if not library.exists():
+            _compile(command, library)
+        torch.ops.load_library(str(library))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        warnings.warn(
+            "passes read weights of twice the size, since the kernels for CPUs cannot be compiled (a C++ compiler such "
+            f"as g++ is needed): {said.strip().splitlines()[-1] if said.strip() else type(error).__name__}",
+            stacklevel=2,
+        )
+        return False
+
+    @torch.library.register_fake("inference::product")
+    def _(x: Tensor, weight: Tensor, bias: Tensor, outputs: int) -> Tensor:
+        return x.new_empty(*x.shape[:-1], outputs)
+
+    return True
 
 
-_numbers = itertools.count()
-_products: WeakValueDictionary[int, InFloat16] = WeakValueDictionary()
-_library = torch.library.Library("inference", "FRAGMENT")
-_library.define("product_in_float16(Tensor x, Tensor number, int outputs) -> Tensor")
+def _compile(command: Sequence[str], library: Path) -> None:
+    """Compile `SOURCE` to a library, which is whole or absent: several processes may compile it at once."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+        # without a library of threads of its own, so that it shares torch's
+        link = [command[0], "-shared", str(compiled), "-o", str(linked), f"-L{cpp_extension.TORCH_LIB_PATH}"]
+        for one in ([*command, "-c", str(SOURCE), "-o", str(compiled)], [*link, "-ltorch_cpu", "-lc10"]):
+            subprocess.run(one, check=True, capture_output=True, text=True)
+        linked.replace(library)
 
 
-def _product_in_float16(x: Tensor, number: Tensor, outputs: int) -> Tensor:
-    product = _products[int(number)]
-    rows = owned(x.unsqueeze(0) if x.ndim == 1 else x)  # FBGEMM takes two dimensions and more
-    y: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(rows, product.packed)
-    y = y if product.factor == 1 else y.mul_(1 / product.factor)
-    y = y if product.bias is None else y.add_(product.bias)
-    return y[0] if x.ndim == 1 else y
-
-
-_library.impl("product_in_float16", _product_in_float16, "CPU")
-_library.impl("product_in_float16", lambda x, _, outputs: x.new_empty(*x.shape[:-1], outputs), "Meta")
+def _processor() -> str:
+    """Return what instructions this CPU has: a home folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -116,37 +148,13 @@ def can_pack(model: PreTrainedModel) -> bool:
         return False
     if model.dtype == torch.bfloat16:  # on AVX2 oneDNN raises
         return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)
-    return model.dtype == torch.float32 and has_fbgemm() and emulated(torch.bfloat16)
-
-
-def has_fbgemm() -> bool:
-    """Return whether torch uses FBGEMM here. FBGEMM has kernels only for x86 with AVX2."""
-    quantized = torch.backends.quantized
-    return "fbgemm" in quantized.supported_engines and quantized.engine in ("fbgemm", "x86")
+    return model.dtype == torch.float32 and emulated(torch.bfloat16)
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
     """Return an object that multiplies by a packed copy of the weight (out, in) and adds the bias (out,), None for no
-    bias. Return None if the copy could not represent the weight's numbers."""
+    bias. Return None if the copy could not represent the weight's numbers, or has no kernel here."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
-    factor = factor_of(weight)
-    return None if factor is None else InFloat16(weight, bias, factor)
-
-
-def factor_of(weight: Tensor) -> float | None:
-    """Return a power of two f such that float16 can represent f times a float32 weight (out, in): 1 if possible. Return
-    None if there is no such f. No number may change by more than 2^-30 times the largest number of its row; products in
-    float32 have only 24 binary digits. Only numbers of a trained draft that are nearly 0 change at all."""
-    largest = float(weight.abs().max()) if weight.numel() else 0.0
-    if not 0 < largest < math.inf:
-        return None
-    for factor in (1.0, 2.0 ** (15 - math.frexp(largest)[1])):
-        if all(_is_float16(rows * factor) for rows in weight.split(CHUNK)):
-            return factor
-    return None
-
-
-def _is_float16(rows: Tensor) -> bool:
-    error = (rows.to(torch.float16).to(torch.float32) - rows).abs()
-    return bool((error <= 2.0**-30 * rows.abs().amax(1, keepdim=True)).all())
+    fits = all(torch.equal(rows, rows.to(torch.bfloat16).float()) for rows in weight.split(CHUNK))
+    return Widened(weight, bias) if fits and has_kernels() else None

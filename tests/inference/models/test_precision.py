@@ -36,9 +36,9 @@ def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_bfloat16_is_not_packed_where_it_is_emulated(emulates: bool) -> None:
-    """But float32, if there is a library that reads its weights in float16."""
+    """But float32, whose weights the kernels read in bfloat16."""
     assert packing.can_pack(network().bfloat16()) is not emulates
-    assert packing.can_pack(network()) is (emulates and packing.has_fbgemm())
+    assert packing.can_pack(network()) is emulates
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
