@@ -168,36 +168,13 @@ class Lean:
     def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
         if self.flat is not None and ids.shape[1] <= most_ids(window):
-            return self._in_kernel(ids, window, cos, sin, layers, stored)
+            last = len(self.cache.stores) if stored or LAST in layers else max(layers, default=0)
+            x, flat = F.embedding(ids, self.weights.embedding), self.flat[: llama.PARTS * last] + self.flat[-1:]
+            keys, values = self.cache.read(window, x.new_empty(0, self.shape.groups, 0, self.shape.size))
+            held, mask = (keys[:last], values[:last]), self.mask(window)
+            return llama.in_kernel(x, flat, self.shape, (cos, sin), held, window.slots, mask, window.limit, layers)
         attend = attention(self.mask(window), self.shape)
         return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
-
-    def _in_kernel(
-        self, ids: Tensor, window: Window, cos: Tensor, sin: Tensor, layers: Layers, stored: bool
-    ) -> dict[int, Tensor]:
-        """Return what `_states` returns, by one operator of `kernels.cpp`."""
-        shape, every = self.shape, len(self.cache.stores)
-        last = every if stored or LAST in layers else max(layers, default=0)
-        assert self.flat is not None
-        weights = self.flat[: 12 * last] + self.flat[-1:]
-        held = self.cache.read(window, torch.empty(0, shape.groups, 0, shape.size, dtype=shape.held))
-        keys, values = (part[:last] for part in held)
-        mask, wanted = self.mask(window), [*dict.fromkeys(layers)]
-        seen = cos.new_empty(0) if mask is None else mask
-        states = torch.ops.inference.layers(
-            F.embedding(ids, self.weights.embedding),
-            weights,
-            keys,
-            values,
-            cos,
-            sin,
-            window.slots,
-            seen,
-            window.limit,
-            *(shape.heads, shape.groups, shape.size, shape.scale, shape.eps),
-            wanted,
-        )
-        return dict(zip(wanted, states, strict=True))
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)

@@ -24,7 +24,7 @@ constexpr int W = 8;
 #endif
 constexpr int P = 2 * W;
 constexpr int BLOCK = 6;          // rows of x that share a read of a weight: their sums fit the registers
-constexpr int AHEAD = 1024;       // bytes
+constexpr int AHEAD = 4096;       // bytes
 constexpr int64_t ALONE = 65536;  // multiply-adds for which a second thread does not pay
 
 typedef float Floats __attribute__((vector_size(4 * W)));
@@ -174,25 +174,26 @@ float dot(const float* a, const float* b, int64_t n) {
 // Decoder layers over x (A, n, width): returns the states after the layers in `wanted` (0: x; -1: after the last layer
 // and the final norm), and writes keys and values to slots `written` (A, n). weights: 12 tensors a layer, empty ones
 // for none, then the final norm. keys, values: a tensor (A, G, slots, size) a layer, contiguous but for its rows.
+// beside, its_norm: if not empty, the first layer's attention reads the norm of beside (A, n, width), then that of x.
 // cos, sin (A or 1, n, 1, size). mask (A, 1, n, read), added to the scores of the slots read; empty for none.
 std::vector<at::Tensor> layers(
-    const at::Tensor& embedded, at::TensorList weights, at::TensorList keys, at::TensorList values,
+    const at::Tensor& given, const at::Tensor& beside, const at::Tensor& its_norm, at::TensorList weights, at::TensorList keys, at::TensorList values,
     const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& written, const at::Tensor& mask, int64_t read,
     int64_t heads, int64_t groups, int64_t size, double scale, double eps, at::IntArrayRef wanted) {
   constexpr int PARTS = 12;
-  const int64_t A = embedded.size(0), n = embedded.size(1), width = embedded.size(2), N = A * n;
+  const int64_t A = given.size(0), n = given.size(1), width = given.size(2), N = A * n;
   const int64_t joined = (heads + 2 * groups) * size, each = heads / groups;
   const int64_t count = static_cast<int64_t>(weights.size()) / PARTS;
   const int64_t inner = count ? weights[10].size(1) : 0;
-  const auto options = embedded.options();
-  auto x_ = embedded.contiguous().clone();
-  auto h_ = at::empty({N, width}, options), turned_ = at::empty({N, joined}, options);
+  const auto options = given.options();
+  auto x_ = given.contiguous().clone();
+  auto h_ = at::empty({N, 2 * width}, options), turned_ = at::empty({N, joined}, options);
   auto attended_ = at::empty({N, heads * size}, options), wide_ = at::empty({N, 2 * inner}, options);
   auto gated_ = at::empty({N, inner}, options), scores_ = at::empty({A, groups, read}, options);
   float *x = x_.data_ptr<float>(), *h = h_.data_ptr<float>(), *turned = turned_.data_ptr<float>();
   float *attended = attended_.data_ptr<float>(), *wide = wide_.data_ptr<float>(), *gated = gated_.data_ptr<float>();
   float* scores = scores_.data_ptr<float>();
-  const auto cos_ = cos.contiguous(), sin_ = sin.contiguous(), written_ = written.contiguous(), mask_ = mask.contiguous();
+  const auto beside_ = beside.contiguous(), cos_ = cos.contiguous(), sin_ = sin.contiguous(), written_ = written.contiguous(), mask_ = mask.contiguous();
   const float *c = numbers(cos_), *s = numbers(sin_), *seen = numbers(mask_);
   const auto* slots = written_.const_data_ptr<int64_t>();
   const int64_t shared = cos.size(0) == 1 ? 0 : n * size;  // one row of angles for all
@@ -211,7 +212,12 @@ std::vector<at::Tensor> layers(
   keep(0);
   for (int64_t layer = 0; layer < count; layer++) {
     const at::Tensor* w = weights.data() + layer * PARTS;
-    rows([&](int64_t r) { norm(x + r * width, numbers(w[0]), h + r * width, width, eps); });
+    const float* more = layer == 0 ? numbers(beside_) : nullptr;
+    rows([&](int64_t r) {
+      float* to = h + r * (more ? 2 * width : width);
+      if (more) norm(more + r * width, numbers(its_norm), to, width, eps);
+      norm(x + r * width, numbers(w[0]), more ? to + width : to, width, eps);
+    });
     multiply(h, w[1], numbers(w[2]), turned, N, joined);
     float *k = keys[layer].data_ptr<float>(), *v = values[layer].data_ptr<float>();
     const int64_t length = keys[layer].size(2), row = keys[layer].stride(0);
@@ -287,8 +293,9 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def(
-      "layers(Tensor x, Tensor[] weights, Tensor[] keys, Tensor[] values, Tensor cos, Tensor sin, Tensor written, "
-      "Tensor mask, int read, int heads, int groups, int size, float scale, float eps, int[] wanted) -> Tensor[]");
+      "layers(Tensor x, Tensor beside, Tensor its_norm, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
+      "Tensor cos, Tensor sin, Tensor written, Tensor mask, int read, int heads, int groups, int size, float scale, "
+      "float eps, int[] wanted) -> Tensor[]");
 }
 
 TORCH_LIBRARY_IMPL(inference, CPU, m) {

@@ -36,6 +36,8 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a t
 INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
+PARTS = 12  # tensors that `of_kernel` returns for each layer
+
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Network = TypeVar("Network", bound=nn.Module)
@@ -158,8 +160,8 @@ def states_of(
 
 
 def of_kernel(weights: Weights) -> list[Tensor] | None:
-    """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: twelve per layer, and the final
-    norm. Return None if a projection of a layer has no copy for it."""
+    """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: `PARTS` per layer, and the
+    final norm. Return None if a projection of a layer has no copy for it."""
     none, flat = torch.empty(0), []
     for w in weights.layers:
         products = [w.qkv.packed, w.out.packed, w.gate_up.packed, w.down.packed]
@@ -169,6 +171,41 @@ def of_kernel(weights: Weights) -> list[Tensor] | None:
         norms = [none if norm is None else norm for norm in (w.q_norm, w.k_norm)]
         flat += [w.first, *qkv, *norms, *out, w.second, *gate_up, *down]
     return [*flat, weights.norm]
+
+
+def in_kernel(
+    x: Tensor,
+    flat: list[Tensor],
+    shape: ModelShape,
+    angles: tuple[Tensor, Tensor],
+    stored: tuple[Sequence[Tensor], Sequence[Tensor]],
+    slots: Tensor,
+    mask: Tensor | None,
+    limit: int,
+    layers: Collection[int] = (LAST,),
+    beside: tuple[Tensor, Tensor] | None = None,
+) -> dict[int, Tensor]:
+    """Return what `states_of` returns, by one operator of `kernels.cpp`, for x (A, n, W).
+
+    flat: what `of_kernel` returns, for the layers to run. angles: cos and sin. stored: the keys and the values of each
+    of these layers, (A, G, S, D). slots (A, n): where new ones are written. mask (A, 1, n, limit): added to the scores
+    of the slots [0, limit), None for none. beside (A, n, W) and its norm (W,): what the first layer's attention reads
+    before x, None for nothing. shape: of the model.
+    """
+    none, wanted = x.new_empty(0), [*dict.fromkeys(layers)]
+    states = torch.ops.inference.layers(
+        x,
+        *(beside or (none, none)),
+        flat,
+        *stored,
+        *angles,
+        slots,
+        none if mask is None else mask,
+        limit,
+        *(shape.heads, shape.groups, shape.size, shape.scale, shape.eps),
+        wanted,
+    )
+    return dict(zip(wanted, states, strict=True))
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, shape: ModelShape) -> Tensor:
@@ -499,6 +536,16 @@ def projections(weights: Weights) -> list[Linear]:
     heads = [weights.head] if isinstance(weights.head, Linear) else [weights.head.up, weights.head.down]
     parts = [part for layer in weights.layers for part in layer] + heads
     return [part for part in parts if isinstance(part, Linear)]
+
+
+def beside_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.Linear]]) -> list[Tensor] | None:
+    """Return what `of_kernel` returns, for one decoder layer of a network of another class. first, second (W,): its
+    norms. products: the layers of each joined projection, in the order qkv, out, gate_up, down; their weights become
+    views of joined ones, in place."""
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
+        qkv, out, gate_up, down = (_joined(linears) for linears in products)
+        layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
+        return of_kernel(packed(Weights(first.new_empty(0), [layer], second.data, out)))
 
 
 def packed(weights: Weights) -> Weights:

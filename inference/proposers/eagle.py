@@ -31,10 +31,10 @@ from inference.drafts.published import LAYER_IDS
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
-from inference.models.forward import SHORT, additive, attention, origin_of, picked_columns, visible
+from inference.models.forward import SHORT, additive, attention, most_ids, origin_of, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
-from inference.models.pretrained import layers_of, widened
+from inference.models.pretrained import emulated, layers_of, widened
 from inference.models.replay import Replay, replay_of
 from inference.models.small_heads import fill, projection, refuse_ids, spread_logits, spread_probs
 from inference.models.step import Drafts, Nodes, Tempered, behind, by_round, one_by_one
@@ -291,6 +291,16 @@ class EagleNetwork(FeatureNetwork):
         output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
         return output
 
+    def of_kernel(self) -> list[Tensor] | None:
+        """Return what `llama.of_kernel` returns, for the decoder layer; None if it cannot run there."""
+        w = self.midlayer
+        if self.config.norm_before_residual:
+            return None
+        attention, mlp = w.self_attn, w.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        products = (qkv, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
+        return llama.beside_layer(w.hidden_norm.weight, w.post_attention_layernorm.weight, products)
+
 
 class Norm(nn.RMSNorm):
     """An RMS norm that computes in the dtype of its weight (float32 in mixed-precision training) and returns the
@@ -394,6 +404,7 @@ class EagleDrafting(nn.Module):
         super().__init__()
         self.network, self.embedding, self.shape = network, embedding, shape
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
+        self.flat: list[Tensor] | None = None  # the layer's weights, for `llama.in_kernel`
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). If the
@@ -431,8 +442,17 @@ class EagleDrafting(nn.Module):
         """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes the
         pairs' keys and values to the window's slots, and reads the slots up to the window's limit. slots: the cache
         slots of all pairs. window: which slots the pass writes and reads."""
-        attend, embedded = slots.attend(0, window, slots.mask(window)), self.embedding(ids).to(features.dtype)
-        output: Tensor = self.network.layer(embedded, features, *slots.angles(window.positions), attend)
+        embedded, angles, mask = (
+            self.embedding(ids).to(features.dtype),
+            slots.angles(window.positions),
+            slots.mask(window),
+        )
+        if self.flat is not None and ids.shape[1] <= most_ids(window):
+            rows, norm = slice(window.low, window.high), self.network.midlayer.input_layernorm.weight
+            stored = [slots.keys[0][rows]], [slots.values[0][rows]]
+            where = window.slots, mask, window.limit, (1,)
+            return llama.in_kernel(features, self.flat, self.shape, angles, stored, *where, (embedded, norm))[1]
+        output: Tensor = self.network.layer(embedded, features, *angles, slots.attend(0, window, mask))
         return output
 
     def logits(self, output: Tensor, own: bool = False) -> Tensor:
@@ -489,6 +509,7 @@ class Eagle(Proposer):
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
+        int8 = int8 and not emulated(torch.bfloat16)  # `packing` reads 16 bits as fast there as that kernel 8
         network = draft if int8 else cast(EagleNetwork, widened(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
@@ -527,6 +548,8 @@ class Eagle(Proposer):
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
             self.plain, self.replay, self.module = Replay(self.network), self._replay(host), self._module(self.served)
+            if isinstance(self.network, EagleNetwork) and self.served is not self.network and not self.int8:
+                self.module.flat = self.network.of_kernel()
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
