@@ -25,11 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
+from inference.measure.floor import weight_bytes
 from inference.models.lm import LM
 from inference.models.passes import wait_for
 from inference.models.small_heads import RANK, VOCABULARY, put_small_head
 from inference.sampling import draw, probs_at, wide
-from studies.floor import weight_bytes
 
 TEXT, WARM, HEAD_DIM = 256, 5, 64
 

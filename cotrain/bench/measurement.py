@@ -30,6 +30,7 @@ from inference.exactness.verdict import check
 from inference.measure import adaptive
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.arms import transformers_arm
+from inference.measure.floor import read_seconds
 from inference.measure.timing import Timing, interleave, together
 from inference.models.pretrained import quantisation_of
 from inference.output import Emitted, pieces
@@ -143,6 +144,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     print(f"bench: {line}; {size.prompts} prompts are timed with each engine in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, budget.until(TIMING))
+    floor = plain_floor(engine, timing)
     print("bench: exactness on these prompts, and parity on more tokens")
     verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
@@ -157,10 +159,12 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "compiled": plan.compiled._asdict(),
         "advice": sentence,
         "timing": asdict(reached),
+        "plain_step": floor,
         "moved": moved,
         "said": [
             *([moved_target.said(moved)] if moved else []),
             *([sentence] if sentence else []),
+            *([floor_line(floor)] if floor else []),
             *([line] if chosen.tree else []),
             *adaptive.reached_lines(reached),
         ],
@@ -180,6 +184,24 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         draft=draft,
         verdict=verdict,
         extra=entries | (extra or {}),
+    )
+
+
+def plain_floor(engine: Engine, timing: Timing) -> dict[str, float] | None:
+    """Return the seconds of a plain step of the timed batches, those of reading the target's weights once, and the
+    latter's share; None on an accelerator, where they are not compared."""
+    read = read_seconds(engine.target)
+    if read is None:
+        return None
+    step = engine.rows / timing.speed("plain", decode=True)
+    return {"seconds": step, "read_seconds": read, "share": read / step}
+
+
+def floor_line(floor: Mapping[str, float]) -> str:
+    """Return what `plain_floor` found as a line for the user."""
+    return (
+        f"a plain step takes {1000 * floor['seconds']:.1f} ms; reading the target's weights once takes "
+        f"{1000 * floor['read_seconds']:.1f} ms here, {floor['share']:.0%} of it"
     )
 
 

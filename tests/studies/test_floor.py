@@ -7,9 +7,10 @@ import torch
 from safetensors import safe_open
 
 from cotrain.teacher.target_model import load_pair
+from inference.measure.floor import weight_bytes
 from inference.models.lm import LM
 from studies import floor
-from studies.floor import Load, Machine, pass_load, round_loads, weight_bytes
+from studies.floor import Load, Machine, pass_load, round_loads
 from tests.folders import target_folder
 from tests.tiny import tiny
 

@@ -102,7 +102,7 @@ REFUSED = {
     "drafts": ({"drafts": ["int3"]}, {}, "independent", "matrix.drafts: 'int3' is not one of none, int8, nf4"),
     "rounded": ({"targets": ["none"], "drafts": ["int8"]}, {}, "medusa", "matrix.drafts: MedusaNetwork has 2 matrices"),
     "targets": ({"targets": ["int3"]}, {}, "independent", "matrix.targets: quantisation must be one of"),
-    "twice": ({"targets": ["int8"]}, {}, "quantised", "quantisation: quantised drafts with the target in fewer"),
+    "twice": ({"targets": ["int8"]}, {}, "quantised", "quantisation: draft=quantised rounds the target itself"),
 }
 
 

@@ -14,13 +14,19 @@ from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
+from inference.models.lm import LM
 from tests.bench_stubs import REGIME, SPEEDS, TREE, Timed, chains_of, met, plan_of, rates_of  # noqa: F401
 from tests.settings import resized
+from tests.tiny import tiny
 
 ALONE = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 REAL = replace(ALONE, draft=0.75, rest=(0.2, 0.2, 0.3, 0.4, 0.5))
 MORE = replace(REAL, draft=0.875)
+FLOOR = {"seconds": 0.02, "read_seconds": 0.015, "share": 0.75}
 REACHED = Reached(0.1, None, True, 2, 3, 4.0, None, 8)
+
+
+LINE = "a plain step takes 20.0 ms; reading the target's weights once takes 15.0 ms here, 75% of it"
 
 
 def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None, **changed: Any) -> Any:
@@ -44,6 +50,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     monkeypatch.setattr(planner, "plan_length", part("plan_length", (chosen, MeasuredCosts(MORE, ALONE, rounds))))
     monkeypatch.setattr(planner, "best_tree", part("best_tree", tree))
     monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
+    monkeypatch.setattr(measurement, "plain_floor", part("plain_floor", FLOOR))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
     monkeypatch.setattr(measurement, "parity", part("parity", "parity"))
@@ -52,6 +59,13 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     monkeypatch.setattr(measurement, "build", lambda *given, **settings: built.update(settings, given=given) or built)
     result = measurement.measure(plan, {"own": 1})
     return result, asked, plan, here, timing, verdict, chosen
+
+
+def test_a_plain_step_beside_the_time_of_reading_the_weights() -> None:
+    timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
+    floor = measurement.plain_floor(SimpleNamespace(target=LM(tiny(), 1), rows=3), timing)  # type: ignore[arg-type]
+    assert floor is not None and floor["seconds"] == 3 / timing.speed("plain", decode=True)
+    assert 0 < floor["read_seconds"] == pytest.approx(floor["share"] * floor["seconds"])
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
@@ -90,7 +104,8 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
         "advice": "advice",
         "timing": asdict(REACHED),
         "moved": None,
-        "said": ["advice", *measurement.adaptive.reached_lines(REACHED)],
+        "plain_step": FLOOR,
+        "said": ["advice", LINE, *measurement.adaptive.reached_lines(REACHED)],
         "prompts": "own",
         "parity": "parity",
         "greedy": "greedy",
@@ -113,7 +128,7 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
     assert (extra["planned_k"], extra["planned_shape"], extra["planned_rule"]) == (4, [-1, -1, 0], "traversal")
     assert extra["planned_likeliest"] is True and extra["plain_is_faster"] is True
     assert extra["planned_speedups"] == {"chain": 0.8, "tree": 0.9}
-    assert extra["said"][0] == "advice" and extra["said"][1].startswith("a tree of 3 nodes in 2 levels")
+    assert extra["said"][0] == "advice" and extra["said"][2].startswith("a tree of 3 nodes in 2 levels")
 
 
 def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

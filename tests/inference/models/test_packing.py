@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from inference import Engine, Sampling
+from inference.measure.floor import weight_bytes
 from inference.models import llama, packing
 from inference.models.lm import LM
 from inference.models.packing import Widened, can_pack, pack
@@ -19,7 +20,6 @@ from inference.proposers.eagle import Eagle
 from inference.proposers.independent import Independent
 from inference.proposers.p_eagle import PEagle
 from inference.verify.tree import Tree
-from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import FAMILIES, WIDE, build, passes
 from tests.inference.models.test_trees import PARENTS, check
@@ -84,7 +84,13 @@ def test_products_are_those_of_the_weight(inputs: int, outputs: int, bias: bool,
 
 def test_which_weights_bfloat16_represents() -> None:
     rows = torch.ones(5000, 4)
-    for last, fits in ((2.0**-120, True), (1 + 2.0**-7, True), (1 + 2.0**-8, False), (torch.inf, True), (torch.nan, False)):
+    for last, fits in (
+        (2.0**-120, True),
+        (1 + 2.0**-7, True),
+        (1 + 2.0**-8, False),
+        (torch.inf, True),
+        (torch.nan, False),
+    ):
         rows[4999, 0] = last
         assert (pack(rows, None) is not None) is (fits and packing.has_kernels())
 
@@ -138,8 +144,16 @@ def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> 
     with torch.inference_mode():
         for one in (lm, stock):
             one.store(ids[1:], [0, 0], low=1)
-        for start, low, n in (([24, 3], 1, 2), ([24, 24], 1, 1), ([0, 0, 0], 0, 16), ([2, 7, 5], 0, 1), ([9, 4, 11], 0, 9)):
-            some = ids[low:, :n].flip(1)
+            one.store(ids[:1, :7], [0])
+        for start, low, n in (
+            ([7], 0, 3),
+            ([24, 3], 1, 2),
+            ([24, 24], 1, 1),
+            ([0, 0, 0], 0, 16),
+            ([2, 7, 5], 0, 1),
+            ([9, 4, 11], 0, 9),
+        ):
+            some = ids[low : low + len(start), :n].flip(1)
             mine, theirs = (one.forward(some, start, low=low, states=layers) for one in (lm, stock))
             for name, state in theirs.states.items():
                 size = float(state.abs().max())

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config, PhiConfig
 from cotrain.students.independent import causal_lm
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import load_draft
+from inference.measure.floor import weight_bytes
 from inference.models import llama, packing
 from inference.models.forward import Lean
 from inference.models.lm import LM
 from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors, fill, projection, put_small_head
 from inference.proposers import Independent, Parallel
-from studies.floor import weight_bytes
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build
 from tests.often import often
