@@ -2,14 +2,16 @@
 
     python -m studies.packed_weights --output OUT.json [--target smollm2] [--ids 1,2,4,5,9,17,64,512] [--repeats 15]
 
-Both ways are timed in turn, after 200 stored tokens, nothing compiled; a figure is a median in milliseconds. Raises
-ValueError for a target that is not packed on this CPU.
+Both ways are timed in turn, after 200 stored tokens, nothing compiled; a figure is a median in milliseconds. So is
+`read`: a sum over as many bytes as the copies have, in the same turns. Raises ValueError for a target that is not
+packed on this CPU.
 """
 
 import argparse
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,6 +20,7 @@ import torch
 from inference.drafts.atomic import write_atomic
 from inference.drafts.bundled_target import resolve
 from inference.measure.environment import environment
+from inference.measure.floor import weight_bytes
 from inference.models.forward import Lean
 from inference.models.llama import weights_of
 from inference.models.lm import LM
@@ -41,20 +44,22 @@ def main(arguments: list[str]) -> None:
         raise ValueError(f"--target {asked.target}: its weights are not packed on this CPU")
     with_copies, without = LM(model, 1), LM(model, 1)
     assert isinstance(without.run, Lean)
-    without.run.weights = weights_of(model)
+    without.run.weights, without.run.flat = weights_of(model), None
+    like = torch.ones(int(weight_bytes(with_copies)[0]) // 4)
     ways = {"copies": with_copies, "none": without}
-    report = {"target": asked.target, "environment": environment(), "milliseconds": {n: {} for n in ways}}
+    report = {"target": asked.target, "environment": environment(), "milliseconds": {n: {} for n in (*ways, "read")}}
     with torch.inference_mode():
         stored = torch.randint(0, model.config.vocab_size, (1, STORED))
         for lm in ways.values():
             lm.store(stored, [0])
         for count in asked.ids:
             ids = torch.randint(0, model.config.vocab_size, (1, count))
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
+            tasks = {name: partial(lm.forward, ids, [STORED]) for name, lm in ways.items()} | {"read": like.sum}
+            seconds: dict[str, list[float]] = {name: [] for name in tasks}
             for repeat in range(asked.repeats + 2):
-                for name, lm in ways.items():
+                for name, task in tasks.items():
                     start = time.perf_counter()
-                    lm.forward(ids, [STORED])
+                    task()
                     if repeat > 1:
                         seconds[name].append(time.perf_counter() - start)
             for name, times in seconds.items():

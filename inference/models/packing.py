@@ -97,8 +97,8 @@ def has_kernels() -> bool:
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
     command = [compiler, *FLAGS, "-DAT_PARALLEL_OPENMP=1", *include]
-    made_of = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, _processor()])
-    name = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+    identity = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, _processor()])
+    name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     library = Path(cpp_extension.get_default_build_root()) / "cotrain" / f"{name}.so"
     try:
         if not library.exists():

@@ -256,13 +256,16 @@ def first(network: Any, target: Any, text: list[int], int8: bool) -> torch.Tenso
         return (guess.head(guess.states)[-1].float() / 0.8).softmax(-1)
 
 
-def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path) -> None:
+def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But in 16 bits where the CPU would convert bfloat16."""
     target, network = half(16)
     hashes = {"name": "none", "config": None, "tokenizer": None}
     for int8 in (True, False):
         save(network, None, tmp_path / f"{int8}", Metadata(hashes, 3, kind="eagle", int8=int8), None)
-        proposer: Any = load(tmp_path / f"{int8}", target).proposer
-        assert proposer.int8 == int8 and (proposer.weights == "int8") == int8
+        for emulates in (False, True):
+            monkeypatch.setattr("inference.proposers.eagle.emulated", lambda dtype, emulates=emulates: emulates)
+            proposer: Any = load(tmp_path / f"{int8}", target).proposer
+            assert proposer.int8 == (proposer.weights == "int8") == (int8 and not emulates)
     assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
     narrow = tiny(hidden=24, dtype=torch.bfloat16)
     assert not EagleStudent.takes_int8(kinds.eagle(narrow)), "the kernel reads 16 inputs at a time"
