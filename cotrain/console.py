@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as an object and as text
 
@@ -140,6 +140,19 @@ def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterato
     last call. title: the beginning of each line. total: the number of units. unit: the name of a unit."""
     with Display(title, total, unit, hidden=hidden, brief=True) as display:
         yield lambda count: display.to(display.done + count)
+
+
+@contextmanager
+def working(title: str) -> Iterator[None]:
+    """Print the title; on a terminal, with the seconds that the block has taken so far. For a job whose length is not
+    known, which shows no other progress."""
+    if not sys.stdout.isatty():
+        print(title, flush=True)
+        yield
+        return
+    with Progress(TextColumn("{task.description}"), SpinnerColumn(), TimeElapsedColumn()) as shown:
+        shown.add_task(title, total=None)
+        yield
 
 
 def clock(seconds: float) -> str:

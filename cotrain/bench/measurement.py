@@ -8,7 +8,7 @@ from math import inf, nan
 from typing import Any
 
 from cotrain.board import tags
-from cotrain.console import Display
+from cotrain.console import Display, working
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     BATCH,
@@ -132,12 +132,13 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     report's `extra`; None for none."""
     size = plan.bench
     budget = Budget(60 * size.minutes, time.perf_counter())
-    print("bench: costs of rounds and acceptance, to choose the draft length")
     # all plans share one network: what is compiled for it is not compiled again
     given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
-    plan, costs = choose_compiled(plan, budget.until(COSTS))
-    texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
-    plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
+    with working("bench: costs of rounds"):
+        plan, costs = choose_compiled(plan, budget.until(COSTS))
+    with working("bench: acceptance on texts of the target, to choose the draft length"):
+        texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
+        plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
     k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
         print(f"bench: plain decoding is expected to be faster here: with drafts, {chosen.speedup:.2f}x at best")
@@ -145,11 +146,14 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, budget.until(TIMING))
     floor = plain_floor(engine, timing)
-    print("bench: exactness on these prompts, and parity on more tokens")
-    verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
+    with working("bench: exactness on these prompts"):
+        verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
     moved = moved_target.movement_of(target, plan.adapter)
     sentence = advice(chosen, timing.ratio("speculative", "plain"))
+    counted = parity(plan, k, budget.until(PARITY), verdict.text.explained)
+    with working("bench: greedy decoding"):
+        greedy = measure_greedy(plan, k, budget.over(1.0))
     entries = choice | {
         "kind": plan.kind,
         "target_quantisation": quantisation_of(plan.target.config),
@@ -169,8 +173,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
             *adaptive.reached_lines(reached),
         ],
         "prompts": plan.prompts.source,
-        "parity": parity(plan, k, budget.until(PARITY), verdict.text.explained),
-        "greedy": measure_greedy(plan, k, budget.over(1.0)),
+        "parity": counted,
+        "greedy": greedy,
         "plain_over_transformers": timing.ratio("plain", "transformers")._asdict(),
     }
     return build(

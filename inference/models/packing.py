@@ -120,6 +120,12 @@ def has_kernels() -> bool:
     return True
 
 
+def widens() -> bool:
+    """Return whether drafts in bfloat16 are served in float32 by `kernels.cpp`, instead of in 8 bits: where the CPU
+    would emulate bfloat16, reading its 16 bits takes no longer than the other kernel's 8."""
+    return emulated(torch.bfloat16) and has_kernels()
+
+
 def _compile(command: Sequence[str], library: Path) -> None:
     """Compile `SOURCE` to a library, which is whole or absent: several processes may compile it at once."""
     library.parent.mkdir(parents=True, exist_ok=True)

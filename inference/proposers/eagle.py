@@ -34,7 +34,7 @@ from inference.models.checksum import Stamp, changes
 from inference.models.forward import SHORT, additive, attention, most_ids, origin_of, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import States
-from inference.models.pretrained import emulated, layers_of, widened
+from inference.models.pretrained import layers_of, widened
 from inference.models.replay import Replay, replay_of
 from inference.models.small_heads import fill, projection, refuse_ids, spread_logits, spread_probs
 from inference.models.step import Drafts, Nodes, Tempered, behind, by_round, one_by_one
@@ -463,6 +463,11 @@ class EagleDrafting(nn.Module):
         return logits
 
 
+def serves_int8(network: PreTrainedModel) -> bool:
+    """Return whether a network that was measured in 8 bits is served in them on this machine."""
+    return llama.has_kernel(network) and not packing.widens()
+
+
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
 
 
@@ -508,8 +513,7 @@ class Eagle(Proposer):
         """Return a proposer for a folder in the EAGLE-3 format. Raises FileNotFoundError if the folder does not exist,
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
-        int8 = arguments.metadata is not None and arguments.metadata.int8 and llama.has_kernel(draft)
-        int8 = int8 and not emulated(torch.bfloat16)  # `packing` reads 16 bits as fast there as that kernel 8
+        int8 = arguments.metadata is not None and arguments.metadata.int8 and serves_int8(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 

@@ -17,7 +17,7 @@ from cotrain.students.eagle import EagleStudent
 from cotrain.teacher.target_model import served
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.replay import Compiled, _Bound
 from inference.policy import Fixed
 from inference.proposers.eagle import Eagle
@@ -222,7 +222,7 @@ def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, co
     target, network = half(size)
     proposer = Eagle(network, compile=compile, int8=True)
     engine = engine_of(target, proposer)
-    assert proposer.weights == "int8" and EagleStudent.takes_int8(network)
+    assert proposer.weights == "int8"
     runs = []
     for _ in range(2):
         weights = [weight.clone() for weight in network.parameters()]
@@ -263,9 +263,10 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
     for int8 in (True, False):
         save(network, None, tmp_path / f"{int8}", Metadata(hashes, 3, kind="eagle", int8=int8), None)
         for emulates in (False, True):
-            monkeypatch.setattr("inference.proposers.eagle.emulated", lambda dtype, emulates=emulates: emulates)
+            monkeypatch.setattr(packing, "widens", lambda emulates=emulates: emulates)
             proposer: Any = load(tmp_path / f"{int8}", target).proposer
             assert proposer.int8 == (proposer.weights == "int8") == (int8 and not emulates)
+    monkeypatch.setattr(packing, "widens", lambda: False)
     assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
     narrow = tiny(hidden=24, dtype=torch.bfloat16)
     assert not EagleStudent.takes_int8(kinds.eagle(narrow)), "the kernel reads 16 inputs at a time"
