@@ -1,8 +1,10 @@
-// Passes of Llama models on a CPU, in float32, over weights that are stored in bfloat16. See kernels.py.
+// Passes of Llama models on a CPU, in float32, over weights that are stored in 16 bits. `packing.py` compiles and loads
+// them.
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
-// end. A 32-bit word holds two weights. Shifted left it is the float32 number of the first, masked the one of the
-// second; the first of each word are outputs 0 to W - 1 of the panel, the second are outputs W to P - 1.
+// end. In bfloat16 a 32-bit word holds two weights. Shifted left it is the float32 number of the first, masked the one
+// of the second; the first of each word are outputs 0 to W - 1 of the panel, the second are outputs W to P - 1. In
+// float16 outputs stand in their order.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -14,6 +16,10 @@
 #include <limits>
 #include <optional>
 #include <vector>
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -36,15 +42,39 @@ inline Floats load(const float* from) {
   return to;
 }
 
+// The weights of P outputs for one input: of outputs 0 to W - 1 and of the others.
+template <bool half>
+inline void widen(const uint16_t* from, Floats& first, Floats& second) {
+  if constexpr (half) {
+#if defined(__AVX512F__)
+    first = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    second = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + W)));
+#elif defined(__F16C__)
+    first = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    second = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + W)));
+#else
+    typedef _Float16 Halves __attribute__((vector_size(2 * W)));
+    Halves halves[2];
+    std::memcpy(halves, from, sizeof halves);
+    first = __builtin_convertvector(halves[0], Floats);
+    second = __builtin_convertvector(halves[1], Floats);
+#endif
+  } else {
+    Words two;
+    std::memcpy(&two, from, sizeof two);
+    first = (Floats)(two << 16);
+    second = (Floats)(two & 0xffff0000u);
+  }
+}
+
 // y (M, up to P) = x (M, in) times one panel. U sums run side by side where M is small, since each waits for its last.
-template <int M, int U>
+template <bool half, int M, int U>
 void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   Floats sums[U][M][2] = {};
   auto step = [&](int64_t i, int u) {
-    Words two;
-    std::memcpy(&two, panel + i * P, sizeof two);
+    Floats first, second;
+    widen<half>(panel + i * P, first, second);
     __builtin_prefetch(reinterpret_cast<const char*>(panel + i * P) + AHEAD);
-    Floats first = (Floats)(two << 16), second = (Floats)(two & 0xffff0000u);
     for (int m = 0; m < M; m++) {
       Floats one = x[m * in + i] - Floats{};  // in each place; adding zeros would be an operation
       sums[u][m][0] += one * first;
@@ -65,7 +95,8 @@ void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t o
 }
 
 // y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
-void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
+template <bool half>
+void times(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto* panels = static_cast<const uint16_t*>(weight.const_data_ptr());
   const int64_t in = weight.size(1);
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
@@ -75,21 +106,25 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-      for (; a + BLOCK <= rows; a += BLOCK) tile<BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
+      for (; a + BLOCK <= rows; a += BLOCK) tile<half, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
       const float* rest = x + a * in;
       float* last = out + a * outputs;
       switch (rows - a) {
-        case 1: tile<1, 4>(rest, panel, last, in, kept, outputs); break;
-        case 2: tile<2, 3>(rest, panel, last, in, kept, outputs); break;
-        case 3: tile<3, 2>(rest, panel, last, in, kept, outputs); break;
-        case 4: tile<4, 1>(rest, panel, last, in, kept, outputs); break;
-        case 5: tile<5, 1>(rest, panel, last, in, kept, outputs); break;
+        case 1: tile<half, 1, 4>(rest, panel, last, in, kept, outputs); break;
+        case 2: tile<half, 2, 3>(rest, panel, last, in, kept, outputs); break;
+        case 3: tile<half, 3, 2>(rest, panel, last, in, kept, outputs); break;
+        case 4: tile<half, 4, 1>(rest, panel, last, in, kept, outputs); break;
+        case 5: tile<half, 5, 1>(rest, panel, last, in, kept, outputs); break;
       }
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
     }
   });
+}
+
+void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
+  (weight.scalar_type() == at::kHalf ? times<true> : times<false>)(x, weight, bias, y, rows, outputs);
 }
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
@@ -102,7 +137,7 @@ at::Tensor packed(const at::Tensor& weight) {
   for (int64_t p = 0; p < panels; p++)
     for (int64_t i = 0; i < in; i++)
       for (int j = 0; j < P; j++) {
-        const int64_t o = p * P + j / 2 + (j % 2 ? W : 0);
+        const int64_t o = p * P + (weight.scalar_type() == at::kHalf ? j : j / 2 + (j % 2 ? W : 0));
         *to++ = o < out ? from[o * in + i] : 0;
       }
   return result;

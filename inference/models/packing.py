@@ -4,8 +4,8 @@ For a weight in torch's own order, a kernel rearranges it at every call. Two ker
 rearranged:
 
 - oneDNN's, for models in bfloat16 on a CPU with instructions for it.
-- those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 represents their
-  weights, as it does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a pass
+- those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 or float16 represents
+  their weights, as one does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a pass
   differs from the float32 model only in the order of sums. It reads half of the bytes, and a few ids take little more
   time than one (`docs/measurements/smollm2.md`). They are compiled once per machine, by the C++ compiler that
   torch.compile uses too.
@@ -16,6 +16,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ LARGEST = 2**30  # bytes of copies: larger models are not stored twice
 ROWS = 32  # ids of a pass for which oneDNN chooses the order; other numbers work as well
 CHUNK = 4096  # rows of a weight that are compared at once
 ALIGNED = 64  # bytes that a kernel reads at once
+NARROW = (torch.bfloat16, torch.float16)  # in which weights are stored
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=c++20", "-fPIC", "-fopenmp")
 
@@ -74,14 +76,14 @@ class InBfloat16:
 
 
 class Widened:
-    """A `Product` in float32 by `kernels.cpp`. The copy of the weight is in bfloat16, which must represent it. weight
-    (out, in). bias (out,), or None."""
+    """A `Product` in float32 by `kernels.cpp`. weight (out, in), in bfloat16 or float16. bias (out,) in float32, or
+    None."""
 
     width = 2
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
-            self.weight: Tensor = torch.ops.inference.packed(weight.to(torch.bfloat16).contiguous())
+            self.weight: Tensor = torch.ops.inference.packed(weight.contiguous())
             self.bias = torch.empty(0) if bias is None else bias.clone()
         self.outputs = len(weight)
 
@@ -102,6 +104,7 @@ def has_kernels() -> bool:
     library = Path(cpp_extension.get_default_build_root()) / "cotrain" / f"{name}.so"
     try:
         if not library.exists():
+            print("compiling kernels for this CPU, once: some 15 seconds", file=sys.stderr, flush=True)
             _compile(command, library)
         torch.ops.load_library(str(library))
     except (OSError, subprocess.SubprocessError) as error:
@@ -162,5 +165,7 @@ def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
     bias. Return None if the copy could not represent the weight's numbers, or has no kernel here."""
     if weight.dtype == torch.bfloat16:
         return InBfloat16(weight, bias)
-    fits = all(torch.equal(rows, rows.to(torch.bfloat16).float()) for rows in weight.split(CHUNK))
-    return Widened(weight, bias) if fits and has_kernels() else None
+    for dtype in NARROW:
+        if all(torch.equal(rows, rows.to(dtype).float()) for rows in weight.split(CHUNK)):
+            return Widened(weight.to(dtype), bias) if has_kernels() else None
+    return None

@@ -54,22 +54,25 @@ def copies() -> int:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "bias", "shrunk"),
+    ("inputs", "outputs", "bias", "shrunk", "dtype"),
     [
-        (16, 16, True, 1.0),
-        (24, 40, False, 2.0**-30),
-        (7, 33, True, 2.0**30),
-        (1, 1, False, 1.0),
-        (64, 600, True, 2.0**-112),
+        (16, 16, True, 1.0, torch.bfloat16),
+        (24, 40, False, 2.0**-30, torch.bfloat16),
+        (7, 33, True, 2.0**30, torch.bfloat16),
+        (1, 1, False, 1.0, torch.bfloat16),
+        (64, 600, True, 2.0**-112, torch.bfloat16),
+        (23, 50, True, 1.0, torch.float16),
     ],
 )
-def test_products_are_those_of_the_weight(inputs: int, outputs: int, bias: bool, shrunk: float) -> None:
+def test_products_are_those_of_the_weight(
+    inputs: int, outputs: int, bias: bool, shrunk: float, dtype: torch.dtype
+) -> None:
     """Against float64, within the rounding of float32, for every number of ids up to those of a tree and a prompt."""
     torch.manual_seed(0)
-    weight = shrunk * torch.randn(outputs, inputs).to(torch.bfloat16).float()
+    weight = shrunk * torch.randn(outputs, inputs).to(dtype).float()
     added = torch.randn(outputs) if bias else None
     product = pack(weight, added)
-    assert isinstance(product, Widened)
+    assert isinstance(product, Widened) and product.weight.dtype == dtype
     for shape in ((inputs,), (0, inputs), *((2, n, inputs) for n in (1, 2, 3, 4, 5, 6, 7, 9, 17, 100))):
         x = torch.randn(shape)
         result = product(x)
@@ -82,17 +85,20 @@ def test_products_are_those_of_the_weight(inputs: int, outputs: int, bias: bool,
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
 
 
-def test_which_weights_bfloat16_represents() -> None:
+def test_which_weights_16_bits_represent() -> None:
     rows = torch.ones(5000, 4)
-    for last, fits in (
-        (2.0**-120, True),
-        (1 + 2.0**-7, True),
-        (1 + 2.0**-8, False),
-        (torch.inf, True),
-        (torch.nan, False),
+    for last, dtype in (
+        (2.0**-120, torch.bfloat16),
+        (1 + 2.0**-7, torch.bfloat16),
+        (1 + 2.0**-8, torch.float16),
+        (1 + 2.0**-11, None),
+        (2.0**-120 * (1 + 2.0**-8), None),
+        (torch.nan, None),
     ):
         rows[4999, 0] = last
-        assert (pack(rows, None) is not None) is (fits and packing.has_kernels())
+        product = pack(rows, None)
+        assert (product is not None) is (dtype is not None and packing.has_kernels())
+        assert not isinstance(product, Widened) or product.weight.dtype == dtype
 
 
 @needs_kernels
