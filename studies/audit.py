@@ -221,7 +221,7 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
             count += len(one.x)
     return {
         "seen_after": next((one.tokens for one in audits if strength(one) > 1), None),
-        "seen_with_counters": next((one.tokens for one in audits if not one.passed), None),
+        "seen_with_counters": next((one.tokens for one in audits if one.passed is False), None),
         "after": [one.tokens for one in audits],
         "strength": [strength(one) for one in audits],
         "strength_of_calls": [abs(one.scores[CALLS]) / one.limit for one in audits],
