@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: the arguments of this process) and return the exit status.
 
     The status is 0 after success, 1 after a failure, and 2 if the command line is wrong. It is 130 after SIGINT, 143
-    after SIGTERM, and 141 if standard output was closed. `audit` ends with 3 if the texts are not the target's, and with
-    4 if they are too few to tell.
+    after SIGTERM, and 141 if standard output was closed. `audit` ends with 3 if the texts are not the target's, with 4
+    if they are too few to tell.
     """
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)

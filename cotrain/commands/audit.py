@@ -150,9 +150,9 @@ def _require_ids(source: str, sample: Sample, vocabulary: int, longest: int) -> 
     """Raise UserError, which names the row, for a prompt or text that the target cannot read. vocabulary: number of
     ids. longest: the most tokens of prompt and text. source: names the file or server."""
     for prompt, text, name in zip(*sample, strict=True):
-        wrong = next((one for one in [*prompt, *text] if type(one) is not int or not 0 <= one < vocabulary), None)
-        if wrong is not None:
-            raise UserError(f"{source}, {name} has {wrong!r}, which is no token id of the target")
+        wrong = [one for one in [*prompt, *text] if type(one) is not int or not 0 <= one < vocabulary]
+        if wrong:
+            raise UserError(f"{source}, {name} has {wrong[0]!r}, which is no token id of the target")
         if not prompt:
             raise UserError(f"{source}, {name} has an empty prompt: its first token has no distribution")
         if len(prompt) + len(text) > longest:

@@ -3,11 +3,15 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from cotrain.cli import main
+from cotrain.commands import audit as command
+from cotrain.config.settings import AuditConfig
+from inference.servers.openai_client import Client
 from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
 from tests.folders import own_texts, target_folder
@@ -109,6 +113,18 @@ def test_counters_are_compared_with_the_texts(
         assert calls["counted"] == 80
         assert (calls["expected"] == pytest.approx(8 * 19 / 3, abs=8)) == (kind == target)
     assert audited(target, tmp_path / "none", *asked)[1]["calls"] is None  # of a server without counters
+    server.drafts = True
+
+    sampled = command._sampled
+
+    def tokenized_here(cfg: AuditConfig, client: Client, *more: Any) -> command.Sample:
+        sample = sampled(cfg, client, *more)
+        client.sends_ids = False  # so they may be other tokens than the server counted
+        return sample
+
+    monkeypatch.setattr(command, "_sampled", tokenized_here)
+    assert audited(target, tmp_path / "none", *asked)[1]["calls"] is None
+    server.drafts = False
 
 
 def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +143,7 @@ def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, m
         (["texts={tmp}/half.jsonl"], "half.jsonl, line 4 needs prompt"),
         (["texts={tmp}/empty.jsonl"], "there is no text to audit"),
         (["texts={tmp}/beyond.jsonl"], "beyond.jsonl, line 3 has 100000, which is no token id"),
+        (["texts={tmp}/nothing.jsonl"], "has None, which is no token id"),
         (["texts={tmp}/messages.jsonl"], "which is no token id"),
         (["texts={tmp}/no_prompt.jsonl"], "line 1 has an empty prompt"),
         (["texts={tmp}/long.jsonl"], "line 1 has 131 tokens, the target reads 128"),
@@ -135,6 +152,7 @@ def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, m
             ["url=http://127.0.0.1:1", "p=server", "regime.temperature=0.5"],
             "p=server: servers say log-probabilities before",
         ),
+        (["url=http://127.0.0.1:1", "p=server", "draft.path={tmp}/draft"], "p=server: servers say log-prob"),
         (["url=http://127.0.0.1:1"], "no OpenAI-compatible server"),
         (["texts={tmp}/deep.jsonl"], "deep.jsonl, line 2: maximum recursion depth"),
         (["texts={tmp}/half_of_a_pair.jsonl"], "half_of_a_pair.jsonl, line 1: the text is no valid Unicode"),
@@ -144,6 +162,8 @@ def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, m
 def test_what_cannot_be_audited_is_said(
     settings: list[str], words: str, target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    if "draft.path={tmp}/draft" in settings:
+        draft_folder(tmp_path / "draft", target, "independent")
     separated = '{"prompt": "a\u2028b", "text": "c\x85d"}\n\n\n'  # lines end at \\n alone
     (tmp_path / "half.jsonl").write_text(separated + '{"prompt": "a", "text": [3]}\n')
     (tmp_path / "deep.jsonl").write_text('{"prompt": [1], "text": [3]}\n' + "[" * 200_000)
@@ -152,6 +172,7 @@ def test_what_cannot_be_audited_is_said(
     (tmp_path / "empty.jsonl").write_text("")
     for name, row in {
         "beyond": {"prompt": [1], "text": [100000]},
+        "nothing": {"prompt": [None], "text": [3]},
         "messages": {"prompt": [{"role": "user"}], "text": [3]},
         "no_prompt": {"prompt": [], "text": [3]},
         "long": {"prompt": [1], "text": [3] * 130},
@@ -167,6 +188,7 @@ def test_texts_are_tokenized_here_if_there_are_no_ids(
     target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "texts.jsonl"
-    file.write_text('{"prompt": "def f", "completion": "(x): return x"}\n')
-    audited(target, tmp_path / "out", f"texts={file}")
-    assert "1 texts are tokenized here, 0 are left out" in capfd.readouterr().out
+    rows = [("def f", "(x): return x"), ("i", "t is"), ("a", "me")]  # the target has tokens " it", " is" and "am"
+    file.write_text("".join(json.dumps({"prompt": one, "completion": two}) + "\n" for one, two in rows))
+    assert audited(target, tmp_path / "out", f"texts={file}")[1]["texts"] == 1
+    assert "3 texts are tokenized here, 2 are left out" in capfd.readouterr().out

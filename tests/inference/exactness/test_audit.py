@@ -216,6 +216,23 @@ def test_calls_of_a_server_are_those_of_its_texts() -> None:
     assert not certain.wrong and certain.scores["target calls"] == 1
 
 
+def test_distributions_are_those_of_the_settings_and_gaps_those_of_the_logits() -> None:
+    target, draft = (tiny(vocab=16, layers=1, seed=seed, dtype=torch.float32) for seed in (3, 4))
+    text = [(7 * j) % 16 for j in range(1, 20)]
+    ((_, one),) = from_target(target, [[1, 2]], [text], Sampling(0.5, top_k=3), 16, LM(draft, 1))
+    ids = torch.tensor([[1, 2, *text[:-1]]])
+    for model, found in ((target, one.p), (draft, one.q)):
+        with torch.no_grad():
+            logits = model(ids).logits[0, 1:]
+        third = logits.topk(3).values[:, 2:]
+        assert found is not None
+        torch.testing.assert_close(found.float(), logits.masked_fill(logits < third, -math.inf).mul(2).softmax(-1))
+        if model is target:
+            below = (third - logits.gather(-1, one.x[:, None])) / logits.square().mean(-1, keepdim=True).sqrt()
+            assert one.gap is not None and (one.gap > 0).sum() > 5
+            torch.testing.assert_close(one.gap.float(), below.clamp(min=0).squeeze(-1))
+
+
 def test_a_long_text_is_audited_in_parts_as_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the numbers of ranks, which are drawn: each token once, and the parts know where they begin."""
     model = tiny(vocab=16, layers=1, seed=3, dtype=torch.float32)
