@@ -37,7 +37,7 @@ COMMANDS = {
     "compare": "compare the tau (acceptance length) of runs, with confidence intervals",
     "report": "write a page of one run or several: speed, acceptance, where it fails, a replay",
     "serve_check": "compare a running server's acceptance with this engine's",
-    "audit": "say whether a running server's texts are sampled from its target",
+    "audit": "say whether a server's texts are sampled from its target (status 0: yes, 3: no, 4: too few tokens)",
     "generate": "generate text in which drafted tokens are marked",
 }
 SEEDS = ("trainer.seed",)  # jobs of a sweep that differ only in these get one label; `cotrain compare` pairs them
@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (None: the arguments of this process) and return the exit status.
 
     The status is 0 after success, 1 after a failure, and 2 if the command line is wrong. It is 130 after SIGINT, 143
-    after SIGTERM, and 141 if standard output was closed.
+    after SIGTERM, and 141 if standard output was closed. `audit` ends with 3 if the texts are not the target's, with 4
+    if they are too few to tell.
     """
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
@@ -336,7 +337,7 @@ def _report_refusal(name: str, arguments: Sequence[str], error: Exception) -> in
 
 
 def _failed(name: str, error: BaseException, output: str | None = None) -> int:
-    """Print why a job failed, and return its exit status: 1, or 141 if standard output was closed.
+    """Print why a job failed, and return its exit status: 1, that of a UserError, or 141 if standard output was closed.
 
     A ValueError, an OSError, a full disk and a lost process are printed as one line. Any other error is printed with
     its traceback; with COTRAIN_TRACEBACK=1 every error is. output: the job's folder, for the message about a full disk.
@@ -352,12 +353,13 @@ def _failed(name: str, error: BaseException, output: str | None = None) -> int:
     from inference.drafts.atomic import disk_full
 
     full, lost = disk_full(error), process_lost(error)
+    status = error.status if isinstance(error, UserError) else 1
     if _traced() or not (full or lost or isinstance(error, ValueError | OSError)):
         traceback.print_exception(error)
-        return 1
+        return status
     if lost:
         return _say(f"cotrain {name}", f"another process of this run has ended; {RESUMES}", 1)
-    return _say(f"cotrain {name}", _full(error, output) if full else _message(error), 1)
+    return _say(f"cotrain {name}", _full(error, output) if full else _message(error), status)
 
 
 def _full(error: BaseException, output: str | None) -> str:

@@ -6,7 +6,11 @@ from contextlib import contextmanager
 
 class UserError(ValueError):
     """An error that the user can correct. The command line prints only its message, without a traceback, so the message
-    must name the setting or file to change."""
+    must name the setting or file to change. status: the exit status of the command."""
+
+    def __init__(self, said: object = "", status: int = 1) -> None:
+        super().__init__(said)
+        self.status = status
 
 
 @contextmanager

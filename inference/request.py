@@ -309,7 +309,7 @@ class PromptReader:
             return rows[0]
         if isinstance(prompt, str):
             tokenizer = self._tokenizer(who, "text")
-            _require_text(who, prompt)
+            require_text(who, prompt)
             ids = list(tokenizer(prompt)["input_ids"])
             start = tokenizer.bos_token
             doubled = bool(start) and prompt.startswith(str(start)) and ids[:2] == [tokenizer.bos_token_id] * 2
@@ -350,7 +350,7 @@ class PromptReader:
         return self.tokenizer
 
 
-def _require_text(who: str, text: str) -> None:
+def require_text(who: str, text: str) -> None:
     """Raise ValueError for text that is no valid Unicode, such as one half of a surrogate pair. who: names the text."""
     try:
         text.encode()
@@ -374,7 +374,7 @@ def content_of(who: str, message: Message) -> str | None:
             f"{who}: the content of a message is text or a list of text parts, not {reprlib.repr(content)}"
         )
     text = "".join(str(one["text"]) for one in parts)
-    _require_text(who, text)
+    require_text(who, text)
     return text
 
 

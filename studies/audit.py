@@ -51,6 +51,7 @@ from inference.sampling.noise import Uniforms, row_ids
 from inference.verify import chain, predict_chain
 from inference.verify.rules import RULES, Rule
 from studies.rank_uniformity import cramer_von_mises, log_ranks, tail, uniform_rank
+from studies.trust import environments
 
 K, ROWS, NEW, REGIME = 4, 64, 128, Sampling(0.7)
 SHARES = (1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
@@ -221,7 +222,7 @@ def fault(runs: Runs, name: str) -> dict[str, Any]:
             count += len(one.x)
     return {
         "seen_after": next((one.tokens for one in audits if strength(one) > 1), None),
-        "seen_with_counters": next((one.tokens for one in audits if not one.passed), None),
+        "seen_with_counters": next((one.tokens for one in audits if one.passed is False), None),
         "after": [one.tokens for one in audits],
         "strength": [strength(one) for one in audits],
         "strength_of_calls": [abs(one.scores[CALLS]) / one.limit for one in audits],
@@ -270,7 +271,7 @@ def main() -> None:
     }
     report |= {"tokens": asked.tokens, "references": asked.references, "faults": {}, "clean": {}}
     if asked.out.exists() and (known := json.loads(asked.out.read_text()))["command"] == report["command"]:
-        report = known  # an interrupted study goes on
+        report = known | {"environments": environments(known)}  # an interrupted study goes on
     for group, name, found in steps(asked, report):
         report[group][name] = found
         write_atomic(asked.out, json.dumps(report, indent=1) + "\n")

@@ -30,6 +30,7 @@ from inference.measure.environment import environment
 from inference.request import ends_of
 from inference.servers.vllm_server import draft_model
 from inference.servers.worker import Worker
+from studies.trust import environments
 from tests.engines.servers import serving
 
 TEMPERATURES, K, NEW = (0.0, 0.7, 1.0), 4, 128
@@ -113,7 +114,7 @@ def main() -> None:
     command = "python -m studies.audit_servers " + " ".join(sys.argv[1:])
     report: dict[str, Any] = {"environment": environment(), "command": command, "found": {}}
     if asked.out.exists() and (earlier := json.loads(asked.out.read_text()))["command"] == command:
-        report = earlier  # an interrupted study goes on with the next server
+        report = earlier | {"environments": environments(earlier)}  # an interrupted study goes on with the next server
     known = {name for name, found in report["found"].items() if len(found) == len(TEMPERATURES)}
     for one in (
         of_vllm(asked.draft, asked.prompts, work, known),

@@ -1,18 +1,25 @@
 """Commands that are killed, ended, short of disk or given damaged files, and then repeated: what they come to.
 
-    python -m studies.chaos outputs/results/trust.json [--kills 50] [--faults 10] [--job NAME] [--seed 0]
+    python -m studies.chaos outputs/results/trust.json [--kills 50] [--faults 10] [--job NAME] [--step NAME]
+        [--part NAME] [--seed 0]
 
 Each command runs in a process that is forked from this one after all imports, with models of two layers. Half of the
 kills (SIGKILL) come at a random moment of the command's usual duration, half at a random one of its writes: the opening
 of a file to write, a new folder, a rename, a removal. The same command is repeated until it ends, and may be killed
 again up to `AGAIN` times before. What it then leaves must be equal, bit for bit, to what an undisturbed run left. After
-every fault, each file under a final name must be whole.
+every fault, each file under a final name must be whole. SIGTERM is sent after the first step of the optimiser: the
+command must end with status 143, and say that it resumes. A file that was changed and that the same command neither
+reads nor writes again is left as it is: such cases are counted apart, and are not among the equal ones.
+
+With --job or --step the other commands stay in the part of the report, which then lists the environment of each process
+that added to it.
 
 Full disks and read-only ones are file systems in memory that this study mounts, so it needs root. The teacher on a
 server is the stand-in of `tests/fake_vllm.py`; `studies/served_teacher_kills.py` kills a real vLLM.
 """
 
 import argparse
+import faulthandler
 import hashlib
 import importlib
 import json
@@ -26,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,12 +43,14 @@ from typing import Any
 import pyarrow.parquet
 import torch
 from safetensors import safe_open
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from cotrain.cli import main
 from cotrain.commands import bench, export, plan, rollout, train  # noqa: F401 - imported before the fork
 from cotrain.teacher import servers
 from cotrain.teacher.server_states import asked_layers
-from studies.trust import WRITES, opens_to_write, write_part
+from cotrain.training.interrupts import read_saved
+from studies.trust import WRITES, environments, opens_to_write, write_part
 from tests.composing import composing_fast
 from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
@@ -55,6 +64,8 @@ rollout.temperatures=[1.0] trainer.steps=12 trainer.corpus_steps=0 trainer.batch
 trainer.threads=1 trainer.checkpoint_minutes=0.002 init.layers=[0,1] measure=false""".split()
 BENCH = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=60
 bench.minutes=0""".split()  # the planned length: one of bench.depths is chosen by time, and so are the figures
+ENDED = re.compile(r"interrupted( at step (?P<step>\d+), which is saved)?; the same command resumes")
+STEPS = ("full disks", "read-only", "kills", "SIGTERM", "damages")
 TEMPORARY = re.compile(r"\..+-\d+-[0-9a-f]{8}\.(new|old)")
 Figures = dict[str, str]
 
@@ -108,12 +119,15 @@ class Job:
 
 @dataclass
 class Ended:
-    """How a command ended. status: negative for a signal. seconds: of its time. said: what it printed to stderr."""
+    """How a command ended. status: negative for a signal. seconds: of its time. said: what it printed to stderr.
+    late: seconds from the signal to the end. stepped: seconds to the end of the optimiser's first step, None without
+    one."""
 
     status: int
     seconds: float
     said: str
-    late: float = 0.0  # seconds from SIGTERM to the end
+    late: float = 0.0
+    stepped: float | None = None
 
 
 @dataclass
@@ -183,25 +197,29 @@ class Chaos:
     def run(
         self, job: Job, after: float | None = None, write: int | None = None, number: int = signal.SIGKILL
     ) -> Ended:
-        """Run a command to its end. after: seconds until it gets the signal `number`. write: at which of its writes it
-        is killed."""
-        log = self.root / "log"
+        """Run a command to its end. after: seconds until it gets the signal `number`; SIGTERM comes so long after the
+        first step of its optimiser. write: at which of its writes it is killed."""
+        log, step, stepped = self.root / "log", self.root / "stepped", None
+        step.unlink(missing_ok=True)
         pid = os.fork()
         if not pid:
-            _child(job, self.output, log, self.root / "writes", write)
+            _child(job, self.output, log, self.root, write)
         clock, sent = time.monotonic(), None
         while True:
             done, status = os.waitpid(pid, os.WNOHANG)
             now = time.monotonic() - clock
+            if stepped is None and step.exists():
+                stepped = now
+            begin = stepped if number == signal.SIGTERM else 0.0
             if done:
                 said = log.read_text(errors="replace") if log.exists() else ""
                 late = now - sent if sent is not None else 0.0
-                return Ended(os.waitstatus_to_exitcode(status), now, said, late)
-            if after is not None and sent is None and now >= after:
+                return Ended(os.waitstatus_to_exitcode(status), now, said, late, stepped)
+            if after is not None and sent is None and begin is not None and now >= begin + after:
                 sent = now
                 os.kill(pid, number)
             if now > PATIENCE:
-                self.wrong.append(f"a command hangs: {job.argv}")
+                self.wrong.append(f"a command hangs: {job.argv}: {log.read_text(errors='replace')[-3000:]}")
                 os.kill(pid, signal.SIGKILL)
             time.sleep(0.005)
 
@@ -226,7 +244,7 @@ class Chaos:
 
     def compare(self, job: Job, wanted: Figures, when: str, apart: str | None = None) -> None:
         """Note figures that are not those of an undisturbed run, and temporary files that are left. apart: the name of
-        a file that was damaged when nothing read it any more."""
+        a file that is still damaged, since nothing read it again: the rest is compared, and the case counted apart."""
         try:
             found = job.figures(self.output)
         except Exception as error:
@@ -234,7 +252,7 @@ class Chaos:
             return
         differ = sorted(key for key in (wanted.keys() | found.keys()) - {apart} if wanted.get(key) != found.get(key))
         self.counts["compared"] += 1
-        self.counts["equal"] += not differ
+        self.counts["damaged and not read again" if apart else "equal"] += not differ
         if differ:
             self.wrong.append(f"{when}: not equal: {', '.join(differ)}")
         left = [one.name for one in self.work.rglob("*") if TEMPORARY.fullmatch(one.name)]
@@ -249,8 +267,8 @@ class Chaos:
         else:
             self.compare(job, wanted, when)
 
-    def undisturbed(self, job: Job) -> tuple[Figures, float, int]:
-        """Return the figures, seconds and number of writes of an undisturbed run, after two that must agree."""
+    def undisturbed(self, job: Job) -> tuple[Figures, Ended, int]:
+        """Return the figures, the end and the number of writes of an undisturbed run, after two that must agree."""
         figures, ended, writes = list[Figures](), Ended(0, 0.0, ""), ""
         for _ in range(2):
             self.fresh()
@@ -264,7 +282,7 @@ class Chaos:
                     importlib.import_module(name)
         if figures[0] != figures[1]:
             self.wrong.append(f"two undisturbed runs differ: {job.argv[0]}")
-        return figures[0], ended.seconds, int(writes)
+        return figures[0], ended, int(writes)
 
     def kills(self, job: Job, wanted: Figures, seconds: float, writes: int, kills: int) -> None:
         """Kill the command `kills` times, and repeat it each time."""
@@ -291,28 +309,34 @@ class Chaos:
                     self.compare(job, wanted, when)
                 break
 
-    def terms(self, job: Job, wanted: Figures, seconds: float, faults: int) -> None:
-        """Send SIGTERM at random moments: the process ends in time, says what is saved, and the command resumes."""
+    def terms(self, job: Job, wanted: Figures, left: float, faults: int) -> None:
+        """Send SIGTERM at random moments after the first step: the process ends in time, with the status and the
+        sentence of an ended run, and the command resumes. left: seconds from the first step to the end."""
         slowest = 0.0
-        for number in range(faults):
+        for _ in range(3 * faults):
+            if self.counts["ended by SIGTERM"] == faults:
+                break
             self.fresh()
-            ended = self.run(job, after=self.rng.uniform(0.2, seconds), number=signal.SIGTERM)
-            when = f"SIGTERM {number + 1}"
-            slowest = max(slowest, ended.late)
-            if ended.status == 0:
+            ended = self.run(job, after=self.rng.uniform(0, left), number=signal.SIGTERM)
+            if ended.status == 0:  # it was done before: this run was faster than the undisturbed one
+                left = min(left, ended.seconds - (ended.stepped or 0))
                 continue
             self.counts["ended by SIGTERM"] += 1
-            if ended.status not in (143, -signal.SIGTERM) or ended.late > GRACE:
+            when = f"SIGTERM {self.counts['ended by SIGTERM']}"
+            slowest = max(slowest, ended.late)
+            sentence = ENDED.search(ended.said)
+            if ended.status != 128 + signal.SIGTERM or not sentence or ended.late > GRACE:
                 self.wrong.append(
                     f"{when}: status {ended.status} after {ended.late:.1f} s: {ended.said.strip()[-300:]}"
                 )
-            if step := re.search(r"interrupted at step (\d+), which is saved", ended.said):
-                saved = [torch.load(one, weights_only=True)["global_step"] for one in self.output.rglob("last.ckpt")]
-                self.counts["with a checkpoint"] += 1
-                if int(step[1]) not in saved:
-                    self.wrong.append(f"{when}: step {step[1]} is not saved: {saved}")
+            saved = [read_saved(one)["global_step"] for one in self.output.rglob("last.ckpt")]
+            self.counts["with a checkpoint"] += bool(saved)
+            if sentence and sentence["step"] and int(sentence["step"]) not in saved:
+                self.wrong.append(f"{when}: step {sentence['step']} is not saved: {saved}")
             self.whole(when)
             self.repeated(job, wanted, when)
+        if self.counts["ended by SIGTERM"] < faults:
+            self.wrong.append(f"SIGTERM: only {self.counts['ended by SIGTERM']} of {faults} came before the end")
         self.counts["slowest end, ms"] = round(1000 * slowest)
 
     def full_disks(self, job: Job, wanted: Figures, faults: int) -> None:
@@ -375,7 +399,7 @@ class Chaos:
             ended = self.run(job)
             if ended.status == 0:
                 same = file.is_file() and file.read_bytes() == bytes(content)
-                self.counts["not read again" if same else "made again"] += 1
+                self.counts["made again"] += not same
                 self.compare(job, wanted, when, name.partition("/")[2] if same else None)
             elif ended.status == 1 and file.name in ended.said and "Traceback" not in ended.said:
                 self.counts["refused by name"] += 1
@@ -386,8 +410,9 @@ class Chaos:
                 self.wrong.append(f"{when}: {ended.status}: {ended.said.strip()[-400:]}")
 
 
-def _child(job: Job, output: Path, log: Path, writes: Path, write: int | None) -> None:
-    """Run a command in this forked process, and end it. write: the number of the write at which it is killed."""
+def _child(job: Job, output: Path, log: Path, root: Path, write: int | None) -> None:
+    """Run a command in this forked process, and end it. root: where its number of writes is written, and that its
+    optimiser made a step. write: the number of the write at which it is killed."""
     status, seen, before = 70, 0, set(sys.modules)
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
@@ -408,8 +433,11 @@ def _child(job: Job, output: Path, log: Path, writes: Path, write: int | None) -
         torch.set_num_threads(1)
         servers.PAUSE, servers.DOWN = 0.01, 0.02
         sys.addaudithook(watch)
+        register_optimizer_step_post_hook(lambda *_: (root / "stepped").touch())
+        faulthandler.dump_traceback_later(PATIENCE - 10, file=2)  # where it hangs
         status = main([*job.argv, f"output={output}"])
-        writes.write_text("\n".join([str(seen), *set(sys.modules) - before]))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the command has ended
+        (root / "writes").write_text("\n".join([str(seen), *set(sys.modules) - before]))
     finally:
         sys.stderr.flush()
         os._exit(status)
@@ -468,24 +496,29 @@ def forked(work: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def studied(chaos: Chaos, name: str, kills: int, faults: int, mounts: bool) -> dict[str, Any]:
-    """Return the figures of a command under all faults."""
+def studied(
+    chaos: Chaos, name: str, kills: int, faults: int, mounts: bool, chosen: Sequence[str] = STEPS
+) -> dict[str, Any]:
+    """Return the figures of a command under the chosen kinds of faults."""
     job, clock = chaos.jobs()[name], time.monotonic()
     chaos.wrong, chaos.counts = [], Counter()
-    wanted, seconds, writes = chaos.undisturbed(job)
+    wanted, ended, writes = chaos.undisturbed(job)
+    seconds = ended.seconds
     steps: list[tuple[str, Callable[[], None]]] = []
     if mounts and not job.server:  # its states lie in another folder
         steps += [("full disks", partial(chaos.full_disks, job, wanted, faults))]
         steps += [("read-only", partial(chaos.read_only, job, wanted))]
     steps += [("kills", partial(chaos.kills, job, wanted, seconds, writes, kills))]
     if job.saves:
-        steps += [("SIGTERM", partial(chaos.terms, job, wanted, seconds, faults))]
+        steps += [("SIGTERM", partial(chaos.terms, job, wanted, seconds - (ended.stepped or 0), faults))]
         steps += [("damages", partial(chaos.damages, job, wanted, seconds, faults))]
     for title, step in steps:
+        if title not in chosen:
+            continue
         step()
         print(f"{time.strftime('%X')} {name}, {title}: {dict(chaos.counts)}, {len(chaos.wrong)} wrong", flush=True)
     return {
-        "asked": {"kills": kills, "faults": faults},
+        "asked": {"kills": kills, "faults": faults, "steps": [*chosen]},
         "seconds_undisturbed": round(seconds, 2),
         "writes": writes,
         "equal_figures": sorted(wanted),
@@ -501,13 +534,16 @@ def main_of_study() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--faults", type=int, default=10)
     parser.add_argument("--job", action="append")
+    parser.add_argument("--step", action="append", choices=STEPS)
+    parser.add_argument("--part", default="chaos", help="of the report")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    found, pids = dict[str, Any](), list[int]()
+    earlier, pids = dict[str, Any](), list[int]()
     if asked.job and asked.out.is_file():  # the other commands stay in the report
-        found = json.loads(asked.out.read_text(encoding="utf-8")).get("chaos", {}).get("commands", {})
-    command = f"python -m studies.chaos {asked.out} --kills {asked.kills} --faults {asked.faults} --seed {asked.seed}"
-    command += "".join(f" --job {name}" for name in asked.job or ())
+        earlier = json.loads(asked.out.read_text(encoding="utf-8")).get(asked.part, {})
+    found, made = earlier.get("commands", {}), environments(earlier)
+    command = " ".join(["python -m studies.chaos", *sys.argv[1:]])
+    command = "; ".join([earlier["command"], command] if earlier else [command])
     with tempfile.TemporaryDirectory() as place, composing_fast():
         chaos = Chaos(Path(place), random.Random(asked.seed))
         chaos.work.mkdir()
@@ -526,10 +562,11 @@ def main_of_study() -> None:
             print("no disks can be mounted here (it needs root): full and read-only disks are left out")
         try:
             for name in asked.job or chaos.jobs():
-                found[name] = studied(chaos, name, asked.kills, asked.faults, mounts)
+                found[name] = studied(chaos, name, asked.kills, asked.faults, mounts, asked.step or STEPS)
                 for one in found[name]["wrong"]:
                     print(f"  {name}: {one}", flush=True)
-                write_part(asked.out, "chaos", {"command": command, "mounted_disks": mounts, "commands": found})
+                part = {"environments": made, "command": command, "mounted_disks": mounts, "commands": found}
+                write_part(asked.out, asked.part, part)
         finally:
             for pid in pids:
                 with suppress(ProcessLookupError):

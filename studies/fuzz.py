@@ -4,9 +4,9 @@
 
 Each case is a command line of cotrain, run in this process on files that hypothesis made or damaged. A complaint is a
 traceback, an exception or a signal that leaves the command, an exit status that does not fit what was printed or what
-must follow from the case, a failure without a sentence, more than `HANG` seconds, and whatever is written outside the
-output, opened on the network or started. A command's work on its settings is left out for the family `settings`, and
-target models are loaded once.
+must follow from the case, a failure without a sentence, more than `HANG` seconds, and whatever Python writes outside
+the output, opens on the network or starts; what libraries in other languages do is not seen. A command's work on its
+settings is left out for the family `settings`, and target models are loaded once.
 """
 
 import argparse
@@ -39,9 +39,12 @@ from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from cotrain.cli import COMMANDS, main
-from cotrain.commands import generate, rollout, served_pair
-from cotrain.config.settings import keys_of
+from cotrain.commands import audit, generate, rollout, served_pair
+from cotrain.config.base import Settings
+from cotrain.config.settings import SCHEMAS, keys_of
 from cotrain.page import html_page
+from inference import Engine, Sampling
+from inference.models import packing
 from studies.trust import Watch, write_part
 from tests.composing import composing_fast
 from tests.draft_folders import draft_folder
@@ -51,7 +54,7 @@ from tests.pages import full_report, record
 
 HANG = 60  # seconds that no case takes, on a busy machine too
 PART = 500  # cases, of all families, after which the report is written
-SHARES = {"settings": 48, "prompts": 14, "data": 12, "drafts": 6, "reports": 8, "gguf": 6, "safetensors": 6}
+SHARES = {"settings": 42, "prompts": 14, "data": 12, "texts": 6, "drafts": 6, "reports": 8, "gguf": 6, "safetensors": 6}
 KINDS = ("independent", "eagle", "medusa")
 Draw = Callable[[Any], Any]  # of hypothesis: strategy -> value
 
@@ -170,22 +173,35 @@ def damaged(draw: Draw, content: bytes, begin: int = 0, end: int | None = None) 
 # --- families
 
 
+def classes_of(group: Settings, before: str = "") -> Iterator[str]:
+    """Yield the text before each key of the class of this group, and of the classes inside it."""
+    yield before
+    for name in type(group).model_fields:
+        if isinstance(value := getattr(group, name), Settings):
+            yield from classes_of(value, f"{before}{name}.")
+
+
 def settings(draw: Draw, place: Place) -> Case:
     """One to three settings of a command: of its own keys or of none, with values of any type. Its work is left out."""
     name = draw(st.sampled_from(sorted(COMMANDS)))
     keys, status = sorted(keys_of(name)), ""
-    words = list[str]()
+    words, new = list[str](), set[str]()
     for _ in range(draw(st.integers(1, 3))):
         key = draw(st.sampled_from(keys))
-        how = draw(st.sampled_from(["value"] * 6 + ["typo", "sign", "bare", "word"]))
+        how = draw(st.sampled_from(["value"] * 6 + ["typo", "sign", "bare", "word", "new"]))
         if how == "typo":
             at = draw(st.integers(0, len(key)))
             key = key[:at] + draw(st.sampled_from(["x", "q", "zz", "."])) + key[at:]
             status = "" if key in keys else "not 0"
         sign = draw(st.sampled_from(["+", "++", "~", "@", "--", "-"])) if how == "sign" else ""
         value = draw(TYPED)
+        if how == "new":  # a key that no class has
+            group = draw(st.sampled_from(sorted(classes_of(SCHEMAS[name]()))))
+            sign, key = draw(st.sampled_from(["", "+", "++"])), group + draw(st.sampled_from(["zz", "zz.y"]))
+            value, status = draw(st.one_of(PLAIN, NUMBERS)), "not 0"
+            new.add(f"{sign}{key}={value}")
         words.append(key if how == "bare" else value if how == "word" else f"{sign}{key}={value}")
-    if any(word.startswith(("-", "+", "~")) or "hydra" in word for word in words):
+    if any(word.startswith(("-", "+", "~")) or "hydra" in word for word in {*words} - new):
         status = ""
     words = [word for word in words if "\0" not in word and not word.startswith(("--", "-m", "-h"))]
     return Case([name, *words], f"{words}", status if len(words) else "")
@@ -244,6 +260,40 @@ def data(draw: Draw, place: Place) -> Case:
     argv = ["rollout", f"target.path={place.inputs / 'target'}", f"data.path={file}", f"output={place.output}"]
     sizes = ["rollout.texts=1", "rollout.prompt_tokens=16", "rollout.new_tokens=1", "rollout.rows=1", "kind=train"]
     return Case([*argv, *sizes], f"{kind}: {said}")
+
+
+def texts(draw: Draw, place: Place) -> Case:
+    """A file of texts to audit with damaged bytes, or with a row of other values."""
+    kind = draw(st.sampled_from(["ids.jsonl", "words.jsonl", "ids.parquet"]))
+    how = draw(st.sampled_from(["damage", "damage", "change", "change", "pair", "deep"]))
+    content = (place.inputs / kind).read_bytes()
+    if how == "damage" or kind == "ids.parquet":
+        content, said = damaged(draw, content)
+    else:
+        row, said = json.loads(content.splitlines()[0]), how
+        if how == "change":
+            row, said = changed(draw, row)
+        elif how == "pair":
+            row[draw(st.sampled_from(sorted(row)))] = draw(WORDS) + "\ud800\u2028"
+        deep = "[" * 100_000 if how == "deep" else json.dumps(row, ensure_ascii=how != "change")
+        content = f"{deep}\n\n".encode(errors="replace") + content
+    file = place.case / f"own.{kind}"
+    file.write_bytes(content)
+    argv = ["audit", f"target.path={place.inputs / 'target'}", f"texts={file}", f"output={place.output}"]
+    temperature = draw(st.sampled_from(["0", "1"]))
+    return Case([*argv, f"regime.temperature={temperature}"], f"{kind}, {temperature}: {said}")
+
+
+def _served(inputs: Path, target: Path) -> None:
+    """Write the target's texts at temperature 0, as ids and as words."""
+    model, tokenizer = generate.load_pair(str(target))
+    asked = [[3, 4, 5 + i] for i in range(10)]
+    texts = Engine(model, rows=10).generate(asked, max_new_tokens=40, sampling=Sampling(0), ignore_eos=True).tokens
+    rows = [{"prompt": prompt, "completion": text} for prompt, text in zip(asked, texts, strict=True)]
+    words = [{name: tokenizer.decode(ids) for name, ids in row.items()} for row in rows]
+    for name, chosen in (("ids", rows), ("words", words)):
+        (inputs / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), inputs / "ids.parquet")
 
 
 def _folder(draw: Draw, place: Place) -> tuple[Path, str]:
@@ -346,6 +396,7 @@ FAMILIES: dict[str, Callable[[Draw, Place], Case]] = {
     "settings": settings,
     "prompts": prompts,
     "data": data,
+    "texts": texts,
     "drafts": drafts,
     "reports": reports,
     "gguf": gguf,
@@ -372,7 +423,7 @@ def complaints(case: Case, place: Place) -> list[str]:
     sys.stdin = io.StringIO(case.stdin)
     allowed = [place.output, place.root / "tmp", place.root / "cache"]
     with WATCH[0].recording(allowed) as seen, redirect_stdout(out), redirect_stderr(err):
-        left = signal.setitimer(signal.ITIMER_REAL, HANG)[0]  # a test has a time limit too
+        left, clock = signal.setitimer(signal.ITIMER_REAL, HANG)[0], time.monotonic()  # a test has a time limit too
         try:
             status = main(case.argv)
         except Hang:
@@ -381,6 +432,8 @@ def complaints(case: Case, place: Place) -> list[str]:
             escaped = f"{type(error).__name__} leaves the command: {error}"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        if time.monotonic() - clock > HANG:  # a command that catches all exceptions too
+            escaped = f"more than {HANG} s"
     signal.signal(signal.SIGALRM, before)
     signal.setitimer(signal.ITIMER_REAL, left)
     sys.stdin = stdin
@@ -395,7 +448,7 @@ def complaints(case: Case, place: Place) -> list[str]:
         found.append(f"status {status} without a sentence: {said.strip()[-200:]!r}")
     elif not status and sentence and case.argv[0] != "generate":  # which prints texts
         found.append(f"status 0 beside {sentence[0]!r}")
-    if status not in (0, 1, 2):
+    if status not in ((0, 1, 2, audit.OTHERS, audit.FEW) if case.argv[0] == "audit" else (0, 1, 2)):
         found.append(f"status {status}")
     if case.status and (status == 0) != (case.status == "0"):
         found.append(f"status {status} where it should be {case.status}")
@@ -411,9 +464,11 @@ def prepared(root: Path) -> Iterator[Place]:
     target = target_folder(place.inputs / "target", hidden=64)
     own_texts(place.inputs / "own.jsonl", 60)
     write_gguf(place.inputs / "tiny.gguf")
+    _served(place.inputs, target)
     for kind in KINDS:
         draft_folder(place.inputs / kind, target, kind)
     here = os.getcwd()
+    packing.has_kernels()  # compiled once, and not in the folder of this run
     with composing_fast(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         patch.setenv("HF_HOME", str(root / "cache" / "hf"))
@@ -424,12 +479,14 @@ def prepared(root: Path) -> Iterator[Place]:
             (generate, "load_pair"),
             (generate, "load_config"),
             (served_pair, "outline"),
+            (audit, "outline"),
             (rollout, "outline"),
         ):
             _once(patch, module, name, known)
         models = rollout.models
         loaded = cache(lambda: generate.load_pair(known))
-        patch.setattr(rollout, "models", lambda cfg: loaded() if cfg.target.path == known else models(cfg))
+        for command in (rollout, audit):
+            patch.setattr(command, "models", lambda cfg: loaded() if cfg.target.path == known else models(cfg))
         place.fresh()
         os.chdir(place.output)
         try:

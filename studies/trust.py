@@ -39,6 +39,13 @@ def write_part(out: Path, name: str, figures: Mapping[str, Any]) -> None:
     write_atomic(out, json.dumps(parts, indent=1) + "\n")
 
 
+def environments(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the environments of the processes that made a report, this one the last. earlier: the report that this
+    process adds to; {} if there is none."""
+    known = earlier.get("environments") or [earlier[key] for key in ("environment",) if key in earlier]
+    return [*known, environment()]
+
+
 class Watch:
     """Records what Python code writes outside some folders, which addresses it opens, and which programs it starts.
 

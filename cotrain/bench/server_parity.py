@@ -46,7 +46,8 @@ class Parity:
         z: standard score of the server's number of rounds under this prediction.
         ours: this engine's tau on the same prompts.
         ratio: served / ours, bootstrapped over prompts.
-        unlike: why the texts do not look sampled from the target; "" if they do.
+        unlike: why the texts are not the target's; "" if nothing says so.
+        texts: the audit's verdict on the texts.
     """
 
     tokens: int
@@ -58,11 +59,12 @@ class Parity:
     ours: float
     ratio: Interval
     unlike: str = ""
+    texts: str = ""
 
     @property
     def passed(self) -> bool:
-        """Return whether three things hold: the texts look sampled from the target; the server's tau is within
-        `TOLERANCE` of the predicted one; the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
+        """Return whether three things hold: nothing says that the texts are not the target's; the server's tau is
+        within `TOLERANCE` of the predicted one; the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
         differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
         return not self.unlike and abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
@@ -70,7 +72,7 @@ class Parity:
         return (
             f"tau {self.served:.3f} served, {self.predicted:.3f} predicted on the served texts (z {self.z:+.1f}), "
             f"{self.ours:.3f} here: {self.ratio.value - 1:+.1%} [{self.ratio.low - 1:+.1%}, {self.ratio.high - 1:+.1%}]"
-            f" on {self.tokens} tokens, {self.speed:.0f} a second"
+            f" on {self.tokens} tokens, {self.speed:.0f} a second{self.texts and f'; {self.texts}'}"
         )
 
     def report(self) -> dict[str, Any]:
@@ -140,8 +142,10 @@ def server_parity(plan: Plan, ask: Ask, k: int, at_once: int) -> Parity:
     vocabulary = engine.target.vocabulary
     lm = draft.language_model(1, vocabulary)
     served = from_target(plan.target, prompts, tokens, plan.sampling, vocabulary, lm)
+    audited = audit(served, [*map(tuple, prompts)], tokens)
     return Parity(
-        unlike="; ".join(audit(served, [*map(tuple, prompts)], tokens).wrong),
+        unlike="; ".join(audited.wrong),
+        texts=audited.verdict,
         tokens=int(emitted.sum()),
         speed=sum(map(len, tokens)) / seconds,
         rounds=counted.rounds,

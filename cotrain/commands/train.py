@@ -20,6 +20,7 @@ from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resumable
 from cotrain.training import joint
 from cotrain.training.deadline import Deadline
+from cotrain.training.interrupts import listening
 from cotrain.training.overfit import overfit
 from cotrain.training.preconditions import RunOutline, require
 from cotrain.training.preflight import check_resources
@@ -33,6 +34,7 @@ from inference.report.build import table
 from inference.report.table import comparison
 
 
+@listening()  # between the stages of a joint run, and while the page is written, too
 def run(cfg: TrainConfig) -> float | None:
     """Distil into `output` and print the table of the report. A finished run is not repeated: only its table is
     printed. With check=true, only print what the run needs; with overfit=true, only whether the draft learns.

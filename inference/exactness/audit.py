@@ -32,7 +32,8 @@ from inference.exactness.teacher_forced import whole_texts
 from inference.models.lm import LM
 from inference.sampling import Sampling, probs, wide
 
-LEVEL = 1e-4  # probability of a false alarm
+LEVEL = 1e-4  # probability of a false alarm, at most, from some `LEAST` tokens on
+LEAST, BLUNT = 300, 0.1  # fewer tokens than this, or a power that sees only larger shifts: nothing is judged
 SPREAD = 1.2  # of the scores of clean runs, whose distributions differ by rounding: 17 runs of vLLM and of this engine
 SURE = 0.99  # probability with which the smallest shift is seen that an audit names
 BINS, CELLS = 20, 4  # of ranks, and of either rank of a pair
@@ -75,15 +76,17 @@ class ServedCalls:
 @dataclass(frozen=True)
 class Audit:
     """The result. texts, tokens: how many were audited. scores: standard scores by name; `limit` is the largest that
-    passes. impossible: number of tokens that the settings cut away (at temperature 0: that are not the likeliest), by
-    more than rounding explains; `allowed` of them pass. shift: the smallest total variation a token, of texts that are
-    sharper or flatter than the target's (p to some power), that would have been seen with probability `SURE`; inf if
-    none would. calls: of the server, None if it has no counters or no draft is known."""
+    passes. scored: number of tokens that were judged. impossible: number of tokens that the settings cut away (at
+    temperature 0: that are not the likeliest), by more than rounding explains; `allowed` of them pass. shift: the
+    smallest total variation a token, of texts that are sharper or flatter than the target's (p to some power), that
+    would have been seen with probability `SURE`; inf if none would. calls: of the server, None if it has no counters or
+    no draft is known."""
 
     texts: int
     tokens: int
     scores: dict[str, float]
     limit: float
+    scored: int
     impossible: int
     allowed: int
     shift: float
@@ -98,19 +101,36 @@ class Audit:
         return phrases
 
     @property
-    def passed(self) -> bool:
-        return not self.wrong
+    def few(self) -> bool:
+        """Return whether the tokens are too few to tell: texts that are not the target's could look like these."""
+        return self.scored < LEAST or "likelihood" in self.scores and self.shift > BLUNT
+
+    @property
+    def passed(self) -> bool | None:
+        """Return whether the texts look sampled from the target; None if they are too few to tell."""
+        return False if self.wrong else None if self.few else True
 
     @property
     def verdict(self) -> str:
         if any(not phrase.startswith(CALLS) for phrase in self.wrong):
             return "the texts are NOT the target's"
+        tell = "too few tokens to tell whether " if self.few else ""
         but = ", but NOT with so many target calls" if self.wrong else ""
-        return f"the texts look sampled from the target{but}"
+        return f"{tell}the texts look sampled from the target{but}"
+
+    @property
+    def power(self) -> str:
+        """Return a sentence about the smallest difference that would have been seen; "" if there is none."""
+        if "likelihood" not in self.scores or self.scored < LEAST or self.shift >= 1:
+            return ""
+        return (
+            f"would have seen, with probability {SURE:g}, a difference of sharpness alone (each probability to some "
+            f"power) by a total variation of {self.shift:.3f} a token"
+        )
 
     def lines(self) -> list[str]:
         """Return the audit as lines of text: the verdict first, then each score and the power."""
-        alarm = f", false alarm probability {LEVEL:g}" if self.scores else ""
+        alarm = f", false alarm probability at most {LEVEL:g}" if self.scores and self.scored >= LEAST else ""
         said = [f"{self.verdict}: {self.tokens} tokens in {self.texts} texts{alarm}"]
         said += [f"  {name:<28} z {z:+7.2f}   (limit {self.limit:.2f})" for name, z in self.scores.items()]
         said.append(f"  impossible tokens            {self.impossible:7d}   (limit {self.allowed})")
@@ -118,14 +138,7 @@ class Audit:
             said.append(
                 f"  target calls: {self.calls.counted} counted, {self.calls.expected:.1f} expected of the texts"
             )
-        if "likelihood" in self.scores:
-            said.append(
-                f"  would have seen, with probability {SURE:g}, texts sharper or flatter by a total variation of "
-                f"{self.shift:.3f} a token"
-                if self.shift < 1
-                else "  too few tokens: no difference of sharpness would have been seen"
-            )
-        return said
+        return said + [f"  {self.power}"] * bool(self.power)
 
 
 def audit(
@@ -145,14 +158,16 @@ def audit(
 
 
 def partners(prompts: Sequence[object]) -> dict[int, int]:
-    """Return, for the index of each text but the last of its prompt, the index of the next text of this prompt."""
-    last: dict[object, int] = {}
-    following = {}
+    """Return pairs of texts of one prompt, by the index of the first. No text is in two, so that pairs are
+    independent."""
+    alone: dict[object, int] = {}
+    pairs = {}
     for row, prompt in enumerate(prompts):
-        if prompt in last:
-            following[last[prompt]] = row
-        last[prompt] = row
-    return following
+        if prompt in alone:
+            pairs[alone.pop(prompt)] = row
+        else:
+            alone[prompt] = row
+    return pairs
 
 
 def _together(text: Sequence[int], other: Sequence[int]) -> list[bool]:
@@ -278,6 +293,7 @@ class _Tally:
             self.tokens,
             dict(sorted(scores.items())),
             limit,
+            count or self.tokens,
             self.impossible,
             int(ALLOWED * self.tokens),
             power * size / 2 / count if count and variance > 0 else math.inf,

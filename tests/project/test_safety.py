@@ -115,10 +115,11 @@ def test_code_in_a_folder_runs_only_if_asked(target: Path, capsys: pytest.Captur
     assert not (target / "ran").exists()
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/OUTSIDE", "sub/../../outside.safetensors"])
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/OUTSIDE", "sub/../../outside.safetensors", "sub/inside"])
 def test_an_index_names_files_of_its_folder_alone(name: str, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    outside = (target / "model.safetensors").rename(target.parent / "outside.safetensors")
     (target / "sub").mkdir()
+    place = target / name if name == "sub/inside" else target.parent / "outside.safetensors"
+    outside = (target / "model.safetensors").rename(place)
     name = str(outside) if name == "/OUTSIDE" else name
     (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     for command in (["generate", "prompt=a"], ["rollout", f"output={target.parent / 'out'}"]):

@@ -53,6 +53,18 @@ def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:
     assert "served" in result.line() and json.loads(json.dumps(result.report()))["passed"] == result.passed
 
 
+def test_the_texts_are_judged_under_their_settings(plan: Plan) -> None:
+    cold = replace(plan, sampling=Sampling(0.5))
+
+    def ask(prompts: list[list[int]], at_once: int) -> server_parity.Answer:
+        engine = Engine(plan.target, rows=16)
+        tokens = engine.generate(prompts, max_new_tokens=24, sampling=cold.sampling, seed=5, ignore_eos=True).tokens
+        return tokens, 1.0, Served(200, 400, 100)
+
+    result = server_parity.server_parity(cold, ask, 2, at_once=8)
+    assert not result.unlike and result.line().endswith("the texts look sampled from the target")
+
+
 def test_a_texts_first_token_takes_no_round(plan: Plan) -> None:
     sure = Plan(plan.target, plan.tokenizer, plan.target, Sampling(), "token", plan.bench, ("t", "t"))
     prompts, tokens = [[1, 2]], [[3] * 19]

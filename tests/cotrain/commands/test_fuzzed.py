@@ -7,6 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,13 @@ def hangs() -> None:
     time.sleep(20)
 
 
+def swallows() -> None:
+    fuzz.HANG = 0.1
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with suppress(BaseException):
+        time.sleep(20)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
@@ -101,6 +109,7 @@ def hangs() -> None:
         (renames, "outside: os.rename "),
         (asks, "outside: socket.connect ('127.0.0.1', 9)"),
         (hangs, "more than "),
+        (swallows, "more than "),
         (lambda: None, ""),
     ],
 )
@@ -108,6 +117,7 @@ def test_a_fault_is_complained_about(
     fault: Callable[[], None], said: str, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generate, "run", lambda cfg: fault())
+    monkeypatch.setattr(fuzz, "HANG", fuzz.HANG)
     place.fresh()
     os.chdir(place.output)
     found = complaints(PLAIN, place)

@@ -80,6 +80,12 @@ def test_signals_keep_the_step_and_the_same_command_resumes(
     assert "interrupted at step 3, which is saved" in err and "the training goes on from step 2 of 6" in out
     assert f"output={place / 'stopped'} has an unfinished run of the same settings, which is resumed" in out
     assert displays == [(0, 0), (2, 2)]
+    with monkeypatch.context() as patch:  # after the training, while the page is written
+        patch.setattr("cotrain.commands.train.written", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert quick(place, "stopped", "label=other", "bench.prompts=3") == 143
+    signal.signal(signal.SIGTERM, handlers[1])
+    assert "cotrain train: interrupted; the same command resumes" in capsys.readouterr().err
     assert quick(place, "stopped", "label=other", "bench.prompts=3") == 0
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     ours, theirs = saved_by(place / "stopped"), saved_by(whole)

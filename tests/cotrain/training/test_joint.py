@@ -585,6 +585,12 @@ def test_settings_that_joint_training_lacks_are_refused(
     assert says in said and "Traceback" not in said and not (place / "wrong" / "warm").exists()
 
 
+def test_files_of_all_stages_are_sealed(pair: Path) -> None:
+    files = [file for parts in joint.WRITTEN for part in parts for file in (pair / part).rglob("*") if file.is_file()]
+    sealed = json.loads((pair / joint.SEALS).read_text())
+    assert len(files) > 6 and {str(file.relative_to(pair)) for file in files} == sealed.keys()
+
+
 def test_what_a_stage_wrote_and_is_changed_is_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With all that the stage wrote; what a user deleted is nothing to say."""
     names = [f"{part}/model.safetensors" for parts in joint.WRITTEN for part in parts]

@@ -6,6 +6,7 @@ import platform
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from inference.drafts import atomic
-from inference.drafts.atomic import disk_full, new_folder, write_atomic
+from inference.drafts.atomic import disk_full, new_file, new_folder, write_atomic
 from tests.stopped import stopped_child
 
 
@@ -119,6 +120,47 @@ def test_a_full_disk_leaves_the_old_folder_and_is_named(tmp_path: Path, save: Ca
 
 def test_other_errors_are_no_full_disk() -> None:
     assert [disk_full(error) for error in (OSError(errno.EACCES, "x"), RuntimeError("error 28"))] == [False, False]
+
+
+def test_all_that_is_renamed_was_flushed_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a machine that goes down leaves empty files under final names."""
+    flushed, moved, fsync = set[int](), list[str](), os.fsync
+
+    def note(handle: int) -> None:
+        flushed.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def move(done: Callable[..., None], old: Path, new: Path) -> None:
+        assert [one for one in (old, *old.rglob("*")) if one.stat().st_ino not in flushed] == []
+        moved.append(new.name)
+        done(old, new)
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, partial(move, getattr(os, name)))
+    monkeypatch.setattr(os, "fsync", note)
+    write_atomic(tmp_path / "file", "x")
+    with new_folder(tmp_path / "draft") as folder:
+        (folder / "sub").mkdir()
+        (folder / "sub" / "file").write_text("x")
+    assert moved == ["file", "draft"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_ends_a_writer_leaves_no_temporary(tmp_path: Path, error: type[BaseException]) -> None:
+    write_atomic(tmp_path / "file", "old")
+    for writer in (new_file, new_folder):
+        with pytest.raises(BaseException) as raised, writer(tmp_path / ("file" if writer is new_file else "a")) as new:
+            (new / "x" if new.is_dir() else new).write_text("half")
+            raise error
+        assert raised.type is error and os.listdir(tmp_path) == ["file"]
+
+
+def test_temporaries_of_other_hosts_stay(tmp_path: Path) -> None:
+    """Their processes cannot be asked whether they live; those of a dead process of this host are removed."""
+    for host in ("elsewhere", platform.node() or "host"):
+        (tmp_path / f".file.{host}-{2**23}-0123abcd.new").touch()
+    write_atomic(tmp_path / "file", "x")
+    assert sorted(os.listdir(tmp_path)) == [f".file.elsewhere-{2**23}-0123abcd.new", "file"]
 
 
 @pytest.mark.parametrize("renames", [0, 1])

@@ -2,13 +2,12 @@
 
 import math
 from itertools import product
-from statistics import mean, pstdev
+from statistics import NormalDist, mean, pstdev
 
 import pytest
 import torch
 
 from inference.exactness.audit import (
-    LEVEL,
     Audit,
     ServedCalls,
     ServedText,
@@ -70,7 +69,7 @@ def test_other_distributions_are_seen_by_their_score(how: dict[str, float], scor
 
 def test_the_smallest_difference_that_an_audit_names_is_seen() -> None:
     """Texts of p to a power, with the total variation that an audit of as many tokens says that it sees."""
-    g, tokens, seen = torch.Generator().manual_seed(5), 4000, 0
+    g, tokens, seen = torch.Generator().manual_seed(5), 4000, [0, 0]
     p = torch.randn(tokens, 16, generator=g, dtype=torch.float64).mul(1.5).softmax(-1)
     size = audit([(0, ServedText(p.multinomial(1, generator=g).squeeze(-1), p))], [0], [[0] * tokens]).shift
 
@@ -78,17 +77,26 @@ def test_the_smallest_difference_that_an_audit_names_is_seen() -> None:
         return p**power / (p**power).sum(-1, keepdim=True)
 
     powers = torch.linspace(0.5, 1, 200).tolist()
-    power = min(powers, key=lambda one: abs(float((flatter(one) - p).abs().sum(-1).mean()) / 2 - size))
-    for _ in range(40):
-        x = flatter(power).multinomial(1, generator=g).squeeze(-1)
-        found = audit([(0, ServedText(x, p))], [0], [[0] * tokens])
-        seen += abs(found.scores["likelihood"]) > found.limit
-    assert 0.01 < size < 0.2 and seen >= 36
+    for half in (0, 1):  # half the difference is mostly not seen
+        wanted = size / 2**half
+        power = min(powers, key=lambda one: abs(float((flatter(one) - p).abs().sum(-1).mean()) / 2 - wanted))
+        for _ in range(40):
+            x = flatter(power).multinomial(1, generator=g).squeeze(-1)
+            found = audit([(0, ServedText(x, p))], [0], [[0] * tokens])
+            seen[half] += abs(found.scores["likelihood"]) > found.limit
+    assert 0.01 < size < 0.2 and seen[0] >= 36 and seen[1] < 16
+    assert NormalDist().cdf(-found.limit / 1.2) * 2 * len(found.scores) == pytest.approx(1e-4)  # of all scores together
 
 
-def test_few_tokens_promise_nothing() -> None:
-    served, ids = drawn(0, 1, 2)
-    assert "too few tokens" in audit(served, [0], ids).lines()[-1]
+@pytest.mark.parametrize(("tokens", "greedy"), [(299, True), (299, False), (700, False), (300, True), (3000, False)])
+def test_few_tokens_are_neither_passed_nor_failed(tokens: int, greedy: bool) -> None:
+    """Of drawn texts 300 tokens bound the false alarms, and some thousand see a difference; without a draw, 300 do."""
+    ((_, one),), ids = drawn(0, 1, tokens)
+    one = ServedText(one.x, torch.nn.functional.one_hot(one.x, V).double(), greedy=True) if greedy else one
+    found = audit([(0, one)], [0], ids)
+    assert found.passed == (True if tokens in (300, 3000) else None)
+    assert ("too few tokens to tell" in found.lines()[0]) != bool(found.passed)
+    assert ("of sharpness" in found.lines()[-1]) == ("at most" in found.lines()[0]) == (tokens > 300)
 
 
 def test_reused_seeds_are_seen_in_texts_of_equal_prompts() -> None:
@@ -102,11 +110,14 @@ def test_reused_seeds_are_seen_in_texts_of_equal_prompts() -> None:
     assert abs(audit(more, prompts, ids + other).scores["equal prompts"]) < 4.5
 
 
-def test_reused_numbers_are_seen_in_pairs() -> None:
+@pytest.mark.parametrize("order", ["id", "p"])
+def test_reused_numbers_are_seen_in_pairs(order: str) -> None:
     p = torch.randn(4000, V, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
     u = torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).repeat_interleave(2)
-    x = (p.cumsum(-1) < u.unsqueeze(-1)).sum(-1).clamp(max=V - 1)
-    assert abs(audit([(0, ServedText(x, p))], [0], [x.tolist()]).scores["pairs by id"]) > 20
+    ids = p.argsort(-1) if order == "p" else torch.arange(V).expand_as(p)
+    place = (p.gather(-1, ids).cumsum(-1) < u.unsqueeze(-1)).sum(-1, keepdim=True).clamp(max=V - 1)
+    x = ids.gather(-1, place).squeeze(-1)
+    assert abs(audit([(0, ServedText(x, p))], [0], [x.tolist()]).scores[f"pairs by {order}"]) > 20
 
 
 def test_the_rank_is_uniform_by_enumeration() -> None:
@@ -140,10 +151,10 @@ def test_tokens_that_the_settings_cut_away_fail_but_for_ties_at_the_cut() -> Non
     x = torch.randint(0, 3, (500,), generator=torch.Generator().manual_seed(0))
     x[:20] = 3
     gap = torch.zeros(500)
-    for size, impossible in ((0.01, 0), (1.0, 20)):
-        gap[:20] = size
-        found = audit([(0, ServedText(x, p, gap=gap))], [0], [x.tolist()])
-        assert found.impossible == impossible and found.passed == (not impossible)
+    for size, impossible in ((0.01, 0), (1.0, 20), (None, 20)):
+        gap[:20] = size or 0
+        found = audit([(0, ServedText(x, p, gap=None if size is None else gap))], [0], [x.tolist()])
+        assert found.impossible == impossible and bool(found.wrong) == bool(impossible)
     assert "cannot be drawn" in found.wrong[-1]
 
 
@@ -169,11 +180,20 @@ def test_a_statistic_has_its_quantile() -> None:
     counts[0] += math.sqrt(30.14 * 100 / 2)
     counts[1] -= math.sqrt(30.14 * 100 / 2)
     assert standard(pearson(counts), 19) == pytest.approx(1.645, abs=0.01)
+    assert standard(-3.0, 12) < standard(-1.0, 12) < standard(0.0, 12)  # a difference of statistics may be negative
 
 
-def test_partners_are_the_next_text_of_a_prompt() -> None:
-    assert partners(["a", "b", "a", "a"]) == {0: 2, 2: 3}
-    assert LEVEL == 1e-4
+def test_texts_of_one_prompt_are_compared_in_pairs_that_share_none() -> None:
+    """Scores of 20 texts of one prompt spread as one of two texts does; those of neighbours would by 1.4 (exactly: at a
+    token with one probability of .9, terms of neighbours have covariance sum p^3 - (sum p^2)^2)."""
+    assert partners(["a", "b", "a", "a", "a"]) == {0: 2, 3: 4}
+    g, scores = torch.Generator().manual_seed(2), list[float]()
+    p = torch.tensor([0.9, 0.05, 0.05], dtype=torch.float64).expand(3, -1)
+    for _ in range(250):
+        x = p.expand(20, -1, -1).reshape(60, 3).multinomial(1, generator=g).view(20, 3)
+        served = [(row, ServedText(x[row], p)) for row in range(20)]
+        scores.append(audit(served, ["a"] * 20, x.tolist()).scores["equal prompts"])
+    assert abs(mean(scores)) < 0.25 and 0.85 < pstdev(scores) < 1.15
 
 
 def test_texts_of_a_prompt_are_compared_up_to_their_first_difference() -> None:
@@ -189,11 +209,28 @@ def test_calls_of_a_server_are_those_of_its_texts() -> None:
     served, ids = drawn(1, 20, 250)
     for counted, right in ((1000, True), (1160, False)):
         found = audit(served, [*range(20)], ids, ServedCalls(counted, 1000.0, 19.0))
-        assert found.passed == right and ("NOT with so many target calls" in found.lines()[0]) != right
+        assert bool(found.passed) == right and ("NOT with so many target calls" in found.lines()[0]) != right
     hot, ids = drawn(1, 20, 250, sharpness=0.6)
     assert "are NOT the target's" in audit(hot, [*range(20)], ids, ServedCalls(1160, 1000.0, 19.0)).lines()[0]
     certain = audit([], [], [], ServedCalls(1005, 1000.0, 0.0))
-    assert certain.passed and certain.scores["target calls"] == 1
+    assert not certain.wrong and certain.scores["target calls"] == 1
+
+
+def test_distributions_are_those_of_the_settings_and_gaps_those_of_the_logits() -> None:
+    target, draft = (tiny(vocab=16, layers=1, seed=seed, dtype=torch.float32) for seed in (3, 4))
+    text = [(7 * j) % 16 for j in range(1, 20)]
+    ((_, one),) = from_target(target, [[1, 2]], [text], Sampling(0.5, top_k=3), 16, LM(draft, 1))
+    ids = torch.tensor([[1, 2, *text[:-1]]])
+    for model, found in ((target, one.p), (draft, one.q)):
+        with torch.no_grad():
+            logits = model(ids).logits[0, 1:]
+        third = logits.topk(3).values[:, 2:]
+        assert found is not None
+        torch.testing.assert_close(found.float(), logits.masked_fill(logits < third, -math.inf).mul(2).softmax(-1))
+        if model is target:
+            below = (third - logits.gather(-1, one.x[:, None])) / logits.square().mean(-1, keepdim=True).sqrt()
+            assert one.gap is not None and (one.gap > 0).sum() > 5
+            torch.testing.assert_close(one.gap.float(), below.clamp(min=0).squeeze(-1))
 
 
 def test_a_long_text_is_audited_in_parts_as_it_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
