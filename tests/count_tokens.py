@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = {("cotrain", "inference"): 335_400, ("tests",): 496_000}
+BUDGET = {("cotrain", "inference"): 335_900, ("tests",): 499_600}
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

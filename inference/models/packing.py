@@ -5,9 +5,9 @@ rearranged:
 
 - oneDNN's, for models in bfloat16 on a CPU with instructions for it.
 - those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 or float16 represents
-  their weights, as one does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a pass
-  differs from the float32 model only in the order of sums. It reads half of the bytes, and a few ids take little more
-  time than one (`docs/measurements/smollm2.md`). They are compiled once per machine, by the C++ compiler that
+  their weights, as one does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a
+  pass differs from the float32 model only in the order of sums. It reads half of the bytes, and a few ids take little
+  more time than one (`docs/measurements/smollm2.md`). They are compiled once per machine, by the C++ compiler that
   torch.compile uses too.
 """
 
