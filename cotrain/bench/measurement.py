@@ -136,13 +136,14 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
     with working("bench: costs of rounds"):
         plan, costs = choose_compiled(plan, budget.until(COSTS))
-    with working("bench: acceptance on texts of the target, to choose the draft length"):
+    with working("bench: acceptance on texts of the target"):
         texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
         plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
     k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
-        print(f"bench: plain decoding is expected to be faster here: with drafts, {chosen.speedup:.2f}x at best")
-    print(f"bench: {line}; {size.prompts} prompts are timed with each engine in turn: speculative, plain, transformers")
+        print(f"bench: plain decoding is expected to be faster here: with these drafts {chosen.speedup:.2f}x")
+    timed = min(size.prompts, len(plan.prompts.final))
+    print(f"bench: {line}; {timed} prompts are timed with each engine in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, budget.until(TIMING))
     floor = plain_floor(engine, timing)

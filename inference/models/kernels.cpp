@@ -88,7 +88,7 @@ void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t o
   for (int m = 0; m < M; m++) {
     float every[P];
     for (int u = 1; u < U; u++)
-      for (int half = 0; half < 2; half++) sums[0][m][half] += sums[u][m][half];
+      for (int part = 0; part < 2; part++) sums[0][m][part] += sums[u][m][part];
     std::memcpy(every, sums[0][m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
   }

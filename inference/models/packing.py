@@ -97,8 +97,7 @@ def has_kernels() -> bool:
     """Return whether this process has the operators of `kernels.cpp`. The first call on a machine compiles them, into
     the folder in which torch has other extensions. If that fails, as without a C++ compiler, there is one warning."""
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
-    command = [compiler, *FLAGS, "-DAT_PARALLEL_OPENMP=1", *include]
+    command = [compiler(), *FLAGS, "-DAT_PARALLEL_OPENMP=1", *include]
     identity = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, _processor()])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     library = Path(cpp_extension.get_default_build_root()) / "cotrain" / f"{name}.so"
@@ -108,10 +107,11 @@ def has_kernels() -> bool:
             _compile(command, library)
         torch.ops.load_library(str(library))
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines() or [type(error).__name__]
+        reason = next((line for line in lines if "error" in line), lines[-1])
         warnings.warn(
             "passes read weights of twice the size, since the kernels for CPUs cannot be compiled (a C++ compiler such "
-            f"as g++ is needed): {said.strip().splitlines()[-1] if said.strip() else type(error).__name__}",
+            f"as g++ is needed): {reason.strip()}",
             stacklevel=2,
         )
         return False
@@ -121,6 +121,11 @@ def has_kernels() -> bool:
         return x.new_empty(*x.shape[:-1], outputs)
 
     return True
+
+
+def compiler() -> str:
+    """Return the C++ compiler: that of CXX, or g++ or c++ if they are there."""
+    return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
 
 
 def widens() -> bool:
