@@ -135,17 +135,19 @@ def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any])
 
 
 ODD: dict[str, Any] = {"head_dim": 6, "hidden_size": 20, "intermediate_size": 37, "vocab_size": 45}
+SHARP = ODD | {"num_hidden_layers": 4}
 
 
 @needs_kernels
-@pytest.mark.parametrize(("family", "settings"), [*FAMILIES, ("Qwen3", ODD), ("Llama", ODD | {"num_hidden_layers": 4})])
+@pytest.mark.parametrize(("family", "settings"), [*FAMILIES, ("Qwen3", ODD), ("Llama", SHARP)])
 def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> None:
     """The logits and the states of every layer are those of transformers, in rows of other lengths; a prompt of many
     ids goes another way to the same keys and values. Large scores overflow nothing."""
     model = halved(build(family, settings))
     if settings is ODD:
         model.model.layers[0].mlp.gate_proj.weight.data.mul_(2**10)  # gates far below and above 0
-        model.model.layers[1].self_attn.q_proj.weight.data.mul_(2**6)
+    if settings is SHARP:
+        model.model.layers[1].self_attn.q_proj.weight.data.mul_(2**4)  # scores up to 200
     lm, stock = LM(model, 3), LM(model, 3, stock=True)
     assert lm.run.flat is not None  # type: ignore[attr-defined]
     layers = (*range(model.config.num_hidden_layers + 1), LAST)
@@ -169,7 +171,9 @@ def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> 
                 torch.testing.assert_close(mine.states[name], state, rtol=1e-4, atol=2e-5 * size, msg=f"{name} {start}")
             size = float(theirs.logits.abs().max())
             torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-4, atol=2e-5 * size)
-            early = [one.hidden(some, start, 1, low=low) for one in (lm, stock)]
+            later = lm.cache.stores[1].keys.clone()
+            early = [one.hidden(some + 1, start, 1, low=low) for one in (lm, stock)]
+            assert torch.equal(lm.cache.stores[1].keys, later)
             torch.testing.assert_close(*early, rtol=1e-4, atol=2e-5 * float(early[1].abs().max()))
 
 
