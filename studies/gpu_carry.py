@@ -41,7 +41,7 @@ THERE = set(
     "accelerate huggingface_hub jinja2 lightning markupsafe matplotlib numpy packaging peft pyarrow pytest rich "
     "safetensors tensorboard tokenizers torch transformers yaml".split()
 )
-ELSEWHERE = {"small_target", "trl", "vllm", "vllm_repair", "wandb", "xllamacpp"}
+ELSEWHERE = {"PIL", "hypothesis", "small_target", "trl", "vllm", "vllm_repair", "wandb", "xllamacpp"}
 # of plotly a page needs its JavaScript alone; of bitsandbytes one library of many
 LEFT_OUT = (
     "__pycache__",
