@@ -42,8 +42,8 @@ def write_part(out: Path, name: str, figures: Mapping[str, Any]) -> None:
 def environments(earlier: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the environments of the processes that made a report, this one the last. earlier: the report that this
     process adds to; {} if there is none."""
-    known = earlier.get("environments") or [earlier[key] for key in ("environment",) if key in earlier]
-    return [*known, environment()]
+    first = [earlier["environment"]] if "environment" in earlier else []
+    return [*earlier.get("environments", first), environment()]
 
 
 class Watch:

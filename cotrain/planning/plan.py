@@ -20,6 +20,7 @@ from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
+from inference.models import packing
 from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
@@ -71,7 +72,8 @@ class Plan:
 
     @cached_property
     def int8(self) -> bool:
-        return self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
+        takes = self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
+        return takes and not packing.widens()
 
     @cached_property
     def running(self) -> PreTrainedModel:

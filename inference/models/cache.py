@@ -182,19 +182,18 @@ class SlotCache(Cache):
             return min(max(window.limit, 2 * self.slots), self.context)
         return max(window.limit, self.context + window.positions.shape[1])
 
-    def stored(self, rows: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of the first `rows` rows: two lists with one tensor (rows, G, S, D) per
-        layer."""
-        return [store.keys[:rows] for store in self.stores], [store.values[:rows] for store in self.stores]
-
-    def read(self, window: Window, like: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of a window's rows: two lists with one tensor (A, G, S, D) per layer. like (0,
-        G, 0, D): of what is allocated before the first pass."""
+    def allocate(self, groups: int, size: int, like: Tensor) -> None:
+        """Allocate the keys and values of every layer that no pass has written yet, in the mode of the passes. groups:
+        G. size: D. like: a tensor of their dtype and device."""
         for store in self.stores:
             if not store.is_initialized:
-                store.lazy_initialization(like, like)
-        rows = slice(window.low, window.high)
-        return [store.keys[rows] for store in self.stores], [store.values[rows] for store in self.stores]
+                states = like.new_empty(1, groups, 0, size)
+                store.lazy_initialization(states, states)
+
+    def stored(self, high: int, low: int = 0) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the keys and the values of the rows [low, high): two lists with one tensor (rows, G, S, D) per
+        layer."""
+        return [store.keys[low:high] for store in self.stores], [store.values[low:high] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted path of a tree in the rows [0, A) to the slots after its anchor, in every layer. start

@@ -170,7 +170,8 @@ class Lean:
         if self.flat is not None and ids.shape[1] <= most_ids(window):
             last = len(self.cache.stores) if stored or LAST in layers else max(layers, default=0)
             x, flat = F.embedding(ids, self.weights.embedding), self.flat[: llama.PARTS * last] + self.flat[-1:]
-            keys, values = self.cache.read(window, x.new_empty(0, self.shape.groups, 0, self.shape.size))
+            self.cache.allocate(self.shape.groups, self.shape.size, x)
+            keys, values = self.cache.stored(window.high, window.low)
             held, mask = (keys[:last], values[:last]), self.mask(window)
             return llama.in_kernel(x, flat, self.shape, (cos, sin), held, window.slots, mask, window.limit, layers)
         attend = attention(self.mask(window), self.shape)
@@ -182,7 +183,7 @@ class Lean:
     def _read_weights(self) -> None:
         change = llama.int8 if self.int8 else llama.packed if self.packs else None
         self.weights, self.shape = prepared(self.model, change), llama.shape_of(self.model)
-        self.flat = llama.of_kernel(self.weights)
+        self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
         self.origin = origin_of(self.model)

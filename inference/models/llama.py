@@ -159,18 +159,18 @@ def states_of(
     return states
 
 
-def of_kernel(weights: Weights) -> list[Tensor] | None:
+def of_kernel(layers: Sequence[Layer], norm: Tensor) -> list[Tensor] | None:
     """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: `PARTS` per layer, and the
-    final norm. Return None if a projection of a layer has no copy for it."""
+    final norm (W,). Return None if a projection of a layer has no copy for it."""
     none, flat = torch.empty(0), []
-    for w in weights.layers:
+    for w in layers:
         products = [w.qkv.packed, w.out.packed, w.gate_up.packed, w.down.packed]
         if not all(isinstance(product, packing.Widened) for product in products):
             return None
         qkv, out, gate_up, down = ((product.weight, product.bias) for product in cast(list[packing.Widened], products))
         norms = [none if norm is None else norm for norm in (w.q_norm, w.k_norm)]
         flat += [w.first, *qkv, *norms, *out, w.second, *gate_up, *down]
-    return [*flat, weights.norm]
+    return [*flat, norm]
 
 
 def in_kernel(
@@ -538,29 +538,36 @@ def projections(weights: Weights) -> list[Linear]:
     return [part for part in parts if isinstance(part, Linear)]
 
 
-def beside_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.Linear]]) -> list[Tensor] | None:
-    """Return what `of_kernel` returns, for one decoder layer of a network of another class. first, second (W,): its
-    norms. products: the layers of each joined projection, in the order qkv, out, gate_up, down; their weights become
-    views of joined ones, in place."""
+def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.Linear]]) -> Layer:
+    """Return a decoder layer of a network of another class, with second copies of its projections.
+
+    first, second (W,): its norms. products: the layers of each joined projection, in the order qkv, out, gate_up, down;
+    their weights become views of joined ones, in place.
+    """
     with torch.inference_mode(first.is_inference()), torch.no_grad():
         qkv, out, gate_up, down = (_joined(linears) for linears in products)
-        layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
-        return of_kernel(packed(Weights(first.new_empty(0), [layer], second.data, out)))
+        return _changed(Layer(first.data, qkv, None, None, out, second.data, gate_up, down), _packed)
 
 
 def packed(weights: Weights) -> Weights:
     """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections."""
-    return _each(weights, lambda linear: linear._replace(packed=packing.pack(linear.weight, linear.bias)))
+    return _each(weights, _packed)
+
+
+def _packed(linear: Linear) -> Linear:
+    return linear._replace(packed=packing.pack(linear.weight, linear.bias))
+
+
+def _changed(layer: Layer, change: Callable[[Linear], Linear]) -> Layer:
+    """Return the layer with `change(projection)` in place of each projection."""
+    return layer._replace(
+        qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
+    )
 
 
 def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
     """Return the weights with `change(projection)` in place of each projection."""
-    layers = [
-        layer._replace(
-            qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
-        )
-        for layer in weights.layers
-    ]
+    layers = [_changed(layer, change) for layer in weights.layers]
     head = weights.head
     if isinstance(head, Small):
         return weights._replace(

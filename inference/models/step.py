@@ -266,7 +266,7 @@ class Replayed(Lean):
         """Return the results of a `Step` with these layers and head, or None if the pass is neither recorded nor
         compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their
         positions."""
-        if not self._fits(ids, window) or self.flat is not None:  # one operator already
+        if self.flat is not None or not self._fits(ids, window):  # it is one operator already
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
         widths = WIDTHS if branches is None else TREE_WIDTHS

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.draft_folder import Metadata, load_draft
+from inference.models import packing
 from inference.models.passes import States
 from inference.verify.tree import Tree
 
@@ -53,6 +54,11 @@ class LoadArguments:
         return self.metadata is not None and (
             self.metadata.objective == "greedy" or self.metadata.tree is not None and self.metadata.tree.likeliest
         )
+
+    @property
+    def int8(self) -> bool:
+        """Return whether the draft was measured in 8 bits, and this machine does not serve its 16 as fast."""
+        return self.metadata is not None and self.metadata.int8 and not packing.widens()
 
     @property
     def shape(self) -> tuple[int, ...] | None:

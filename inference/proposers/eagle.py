@@ -292,14 +292,16 @@ class EagleNetwork(FeatureNetwork):
         return output
 
     def of_kernel(self) -> list[Tensor] | None:
-        """Return what `llama.of_kernel` returns, for the decoder layer; None if it cannot run there."""
+        """Return what `llama.of_kernel` returns, for the decoder layer; None if it cannot run there. Its weights become
+        views of joined ones, in place."""
         w = self.midlayer
         if self.config.norm_before_residual:
             return None
         attention, mlp = w.self_attn, w.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         products = (qkv, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
-        return llama.beside_layer(w.hidden_norm.weight, w.post_attention_layernorm.weight, products)
+        layer = llama.packed_layer(w.hidden_norm.weight, w.post_attention_layernorm.weight, products)
+        return llama.of_kernel([layer], self.norm.weight.data)
 
 
 class Norm(nn.RMSNorm):
@@ -442,11 +444,8 @@ class EagleDrafting(nn.Module):
         """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes the
         pairs' keys and values to the window's slots, and reads the slots up to the window's limit. slots: the cache
         slots of all pairs. window: which slots the pass writes and reads."""
-        embedded, angles, mask = (
-            self.embedding(ids).to(features.dtype),
-            slots.angles(window.positions),
-            slots.mask(window),
-        )
+        embedded, mask = self.embedding(ids).to(features.dtype), slots.mask(window)
+        angles = slots.angles(window.positions)
         if self.flat is not None and ids.shape[1] <= most_ids(window):
             rows, norm = slice(window.low, window.high), self.network.midlayer.input_layernorm.weight
             stored = [slots.keys[0][rows]], [slots.values[0][rows]]
@@ -461,11 +460,6 @@ class EagleDrafting(nn.Module):
         head = self.network.own_logits if own else self.network.head
         logits: Tensor = head(self.network.norm(output), self.vocabulary)
         return logits
-
-
-def serves_int8(network: PreTrainedModel) -> bool:
-    """Return whether a network that was measured in 8 bits is served in them on this machine."""
-    return llama.has_kernel(network) and not packing.widens()
 
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once
@@ -513,7 +507,7 @@ class Eagle(Proposer):
         """Return a proposer for a folder in the EAGLE-3 format. Raises FileNotFoundError if the folder does not exist,
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
-        int8 = arguments.metadata is not None and arguments.metadata.int8 and serves_int8(draft)
+        int8 = arguments.int8 and llama.has_kernel(draft)
         network = draft if int8 else cast(EagleNetwork, widened(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
@@ -537,6 +531,8 @@ class Eagle(Proposer):
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
             packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
+            # first, since it moves weights, which are stamped and shared after it
+            flat = self.network.of_kernel() if packs and wide and isinstance(self.network, EagleNetwork) else None
             self.served = self._copied(packs and wide)
             copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
@@ -552,8 +548,7 @@ class Eagle(Proposer):
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
             self.plain, self.replay, self.module = Replay(self.network), self._replay(host), self._module(self.served)
-            if isinstance(self.network, EagleNetwork) and self.served is not self.network and not self.int8:
-                self.module.flat = self.network.of_kernel()
+            self.module.flat = flat
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
@@ -678,11 +673,8 @@ class Eagle(Proposer):
             with torch.inference_mode(False), torch.no_grad():
                 numbers = torch.arange(self.cache.slots, device=self.features_device)
                 cos, sin = self.network.angles(numbers)
-            groups, size, stores = self.shape.groups, self.shape.size, self.cache.stores
-            like = torch.empty(1, groups, 0, size, dtype=self.shape.held, device=self.features_device)
-            for store in stores:
-                if not store.is_initialized:  # in the mode of the passes, as when slots are added
-                    store.lazy_initialization(like, like)
+            like, stores = torch.empty(0, dtype=self.shape.held, device=self.features_device), self.cache.stores
+            self.cache.allocate(self.shape.groups, self.shape.size, like)
             keys, values = [one.keys for one in stores], [one.values for one in stores]
             self.slots = {"cos": cos, "sin": sin, "keys": keys, "values": values, "slots": numbers}
         return self.slots | {"slots": self.slots["slots"][: self.replay.slots(limit, self.cache.slots)]}

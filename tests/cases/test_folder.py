@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from inference import Engine, Sampling, load
 from inference.drafts import compatibility
 from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, describe, other_weights, read
+from inference.models import packing
 from inference.models.pretrained import cast, load_model
 from inference.policy import Fixed
 from tests.cases import case
@@ -42,7 +42,7 @@ NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processo
 def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weights that the kind's kernels read: in 8 bits, or packed in float16 by FBGEMM."""
+    """With the weights that the kind's kernels read: in 8 bits, and in 16 where the CPU would emulate bfloat16."""
     aligned_kernels(monkeypatch)
     rounds = kind not in ("medusa", "hydra")
     dtype = torch.bfloat16 if rounds else torch.float32
@@ -55,10 +55,15 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     halved(student.network, dtype)
     path = written(tmp_path / kind, place, student, rounds)
     wanted = drafted(Engine(model, student.proposer(int8=rounds), policy=Fixed(2)))
-    for offset in range(0, LINE, STEP):
-        for file in tmp_path.glob("*/model.safetensors"):
-            begin(file, offset)
-        assert drafted(load(path, load_model(str(place), dtype))) == wanted, offset
+    for widens in {packing.widens(), False}:
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "widens", lambda widens=widens: widens)
+            found = []
+            for offset in range(0, LINE, STEP):
+                for file in tmp_path.glob("*/model.safetensors"):
+                    begin(file, offset)
+                found.append(drafted(load(path, load_model(str(place), dtype))))
+            assert found == [found[0] if widens else wanted] * len(found)
 
 
 @case("changed weights")
@@ -285,8 +290,6 @@ def aligned_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         return run
 
     monkeypatch.setattr(torch, "_weight_int8pack_mm", checked(torch._weight_int8pack_mm))
-    products = SimpleNamespace(default=checked(torch.ops.quantized.linear_dynamic_fp16.default))
-    monkeypatch.setattr(torch.ops.quantized, "linear_dynamic_fp16", products)
 
 
 def halved(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

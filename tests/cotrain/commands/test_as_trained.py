@@ -203,7 +203,6 @@ def test_every_command_decodes_as_the_folder_says(
 ) -> None:
     monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
     monkeypatch.setattr("inference.models.packing.widens", lambda: False)
-    monkeypatch.setattr("cotrain.students.base.widens", lambda: False)
     about = read(odd).metadata
     assert about is not None
     tree = None if "tree" in UNUSED[command] else about.tree

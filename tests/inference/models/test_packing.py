@@ -266,6 +266,9 @@ def test_drafts_over_states_in_float32_have_copies(kind: str, compile: bool, mon
         return engines[one].generate(PROMPTS, sampling=Sampling(1.0), **REGIME)
 
     with_copies, without = text(proposer), text(plain)
+    module = proposer.module
+    text(proposer)
+    assert proposer.module is module  # what is packed once serves all calls
     assert with_copies.tokens == without.tokens
     assert with_copies.stats.target_calls == without.stats.target_calls
     packed = [m for m in proposer.served.modules() if isinstance(m, llama.PackedLinear)]

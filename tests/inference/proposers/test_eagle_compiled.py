@@ -222,7 +222,7 @@ def test_q_is_that_of_the_rounded_weights(calls: list[int], size: int | None, co
     target, network = half(size)
     proposer = Eagle(network, compile=compile, int8=True)
     engine = engine_of(target, proposer)
-    assert proposer.weights == "int8"
+    assert proposer.weights == "int8" and EagleStudent.takes_int8(network)
     runs = []
     for _ in range(2):
         weights = [weight.clone() for weight in network.parameters()]
