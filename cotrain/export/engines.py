@@ -25,6 +25,7 @@ Command = Callable[[str, str, int, str], str]
 MARK = "<!-- written by cotrain export -->"  # in each README; overwrite=true replaces only folders that have it
 ASSISTANT_TYPE = "muse_glimmer_assistant"  # the model type of transformers that computes DFlash
 GGUF_FILE = "draft.gguf"  # the one file of a draft for llama.cpp
+EAGLE = "draft-eagle3"  # llama.cpp's name
 MARKOV = "dspark"  # the layout of block drafts that keeps a Markov head
 # names of what exports write
 FILES = (
@@ -160,7 +161,8 @@ def _transformers_blocks(draft: str, target: str, k: int, objective: str) -> str
 
 def _llamacpp(draft: str, target: str, k: int, objective: str, kind: str = "draft-simple") -> str:
     """Return the launch command. It sets p-min to 0, because some builds have another default and then end a chain at a
-    token that the draft is not sure of. kind: llama.cpp's name for the kind of draft; only causal LMs draw drafts."""
+    token that the draft is not sure of, and serves EAGLE-3 one text at a time: with several, build 11549 accepts less.
+    kind: llama.cpp's name for the kind of draft; only causal LMs draw drafts."""
     target = target if target.endswith(".gguf") else "TARGET.gguf"
     drawn = kind == "draft-simple" and objective == "sampled"
     return shlex.join(
@@ -177,6 +179,7 @@ def _llamacpp(draft: str, target: str, k: int, objective: str, kind: str = "draf
             "--spec-draft-p-min",
             "0",
             *(("--spec-draft-sampling", "probabilistic") if drawn else ()),
+            *(("-np", "1") if kind == EAGLE else ()),
         ]
     )
 
@@ -192,7 +195,7 @@ FEATURES: dict[str, dict[str, Command]] = {
         "vllm": _vllm_features,
         "sglang": _sglang_features,
         "tensorrt_llm": partial(_tensorrt_llm, kind="Eagle3"),
-        "llamacpp": partial(_llamacpp, kind="draft-eagle3"),
+        "llamacpp": partial(_llamacpp, kind=EAGLE),
     },
     "speculators": {"vllm": _vllm_features},
     "dflash": {
