@@ -16,6 +16,7 @@ from inference.drafts.atomic import naming_full_disk, write_atomic
 from inference.servers.openai_client import Completion
 
 WINDOW = 512  # prompts that are sorted by length
+CALL = 4  # times the sampler's rows in a call, if no time limits it: a row that ends leaves its place to the next
 SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
 
 
@@ -172,6 +173,7 @@ def collect(
     keys: Sequence[int] | None = None,
     seconds: float | None = None,
     title: str | None = None,
+    window: int = WINDOW,
 ) -> list[dict[str, Any]]:
     """Sample a continuation of every prompt in `asked`, pairs (domain, token ids). Return one row {"domain", "prompt",
     "completion"} per prompt, with token ids, in the order in which they were sampled (`by_length`).
@@ -184,16 +186,18 @@ def collect(
         seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
             there may be fewer rows than prompts.
         title: of the progress bar; None for the temperature.
+        window: how many prompts are sorted by length. With 1, the rows of fewer prompts are the first rows of more.
     """
     keys = range(len(asked)) if keys is None else keys
-    order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0)
+    order = by_length([len(prompt) for _, prompt in asked], WINDOW if seconds else 0, window)
     partial.parent.mkdir(parents=True, exist_ok=True)
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
+    size = sampler.rows if seconds else CALL * sampler.rows
     display = Display(title or f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
-        for start in range(first, len(asked), sampler.rows):
-            chosen = order[start : start + sampler.rows]
+        for start in range(first, len(asked), size):
+            chosen = order[start : start + size]
             batch = [asked[i] for i in chosen]
             texts = [prompt for _, prompt in batch]
             completions = sampler(texts, sampling, new_tokens, seed, [keys[i] for i in chosen])
@@ -206,24 +210,24 @@ def collect(
             rows += batch_rows
             speed = sum(len(row["completion"]) for row in rows[first:]) / (time.perf_counter() - clock)
             display.to(len(rows), f"{speed:.0f} tokens/s")
-            batches, spent = (len(rows) - first) / sampler.rows, time.perf_counter() - clock
+            batches, spent = (len(rows) - first) / size, time.perf_counter() - clock
             if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
                 print(f"sampling ends after {len(rows)} of {len(asked)} texts, since minutes= leaves no time for more")
                 break
     return rows
 
 
-def by_length(lengths: Sequence[int], first: int = 0) -> list[int]:
+def by_length(lengths: Sequence[int], first: int = 0, window: int = WINDOW) -> list[int]:
     """Return the indices of prompts in the order in which they are sampled. lengths: tokens of each prompt. first: how
-    many prompts at the beginning keep their order.
+    many prompts at the beginning keep their order. window: how many are sorted at once.
 
-    A batch takes as long as its longest prompt, so the longest prompts come first within each `WINDOW` prompts. The
+    A batch takes as long as its longest prompt, so the longest prompts come first within each `window` prompts. The
     order does not depend on the batch size, so an interrupted run can be resumed with another one. Sampling with a time
     limit may end early, and a set of the longest prompts alone might miss some domains, hence `first`.
     """
     every = range(len(lengths))
-    windows = (every[start : start + WINDOW] for start in range(first, len(lengths), WINDOW))
-    return [*every[:first]] + [i for window in windows for i in sorted(window, key=lambda i: -lengths[i])]
+    windows = (every[start : start + window] for start in range(first, len(lengths), window))
+    return [*every[:first]] + [i for some in windows for i in sorted(some, key=lambda i: -lengths[i])]
 
 
 def _whole_lines(partial: Path) -> list[dict[str, Any]]:

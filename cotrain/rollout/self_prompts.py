@@ -1,17 +1,21 @@
 """Prompts that the target samples itself, so that a run needs no data set (`data=self`; Magpie, arXiv 2406.08464).
 
 The context is the text that a chat template writes before the user's message. A target that was trained on chats
-continues it with such a message. A target without a chat template continues its start token with a text, whose
-beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set of the user:
-split by a hash, rendered by the template.
+continues it with such a message. Every second context also has the first words of the message, a system message or an
+earlier exchange, so that prompts of many tasks come up. A target without a chat template continues its start token with
+a text, whose beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set
+of the user: split by a hash, rendered by the template.
 """
 
 import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +24,19 @@ from transformers import PreTrainedTokenizerBase
 from cotrain.console import Say
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import start_token
-from cotrain.data.rows import Reader
+from cotrain.data.rows import Message, Reader
 from cotrain.data.splits import PERCENT, SPLITS, splits_of
 from cotrain.errors import UserError
+from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Sampler, collect
 from inference import Sampling
 from inference.drafts.atomic import write_atomic
 
 SELF = "self"  # the domain
+GIVEN = (
+    "openings.jsonl"  # in the folder data: first words of messages of many tasks, which seldom come up by themselves
+)
 NAME = "self_prompts"  # .jsonl: the rows; .json: what they were sampled from, and how many were dropped
 CONTENT = "content0of0the0user"  # stands for the user's content while a template is rendered
 LONGEST = 256  # tokens of a prompt; one that is longer has not ended, and is dropped
@@ -37,6 +45,7 @@ PIECE, REPEATED = 3, 0.5  # at least this share of the pieces of so many tokens 
 MOST = 4  # times as many prompts are asked for as a run needs, if the filters drop most of them
 MARGIN = 1.1  # of the first request, since filters drop some
 FILTERS = ("unfinished", "empty", "short", "markup", "repetitive", "duplicate")  # in this order
+WORDS, ALIKE = 4, 0.7  # prompts are duplicates if they share more than this share of their sequences of so many words
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,8 @@ class Opening:
         close: a text that also ends the prompt, or "".
         chat: whether the prompt is a user's message; otherwise it is a text.
         special: token ids that no prompt may have.
+        begin: the first words of the user's message, which end the context.
+        before: the messages before the user's.
     """
 
     ids: list[int]
@@ -56,37 +67,55 @@ class Opening:
     close: str = ""
     chat: bool = False
     special: frozenset[int] = frozenset()
+    begin: str = ""
+    before: tuple[Message, ...] = ()
 
 
-def opening(template: Template) -> Opening:
+def opening(template: Template, begin: str = "", before: Sequence[Message] = ()) -> Opening:
     """Return where the target begins to write a prompt: at the place of the user's content in its chat template or,
     without a template, after its start token.
 
-    The text that the template writes after the content ends the prompt: its first special token, or else its first
-    line. Raises ValueError if the template changes the content, or fails.
+    begin: the first words of the content, which are given. before: messages before the user's. The text that the
+    template writes after the content ends the prompt: its first special token, or else its first line. Raises
+    ValueError if the template changes the content, or fails.
     """
     tokenizer, ends = template.tokenizer, frozenset(template.ends)
     if tokenizer.chat_template is None:
         return Opening([start_token(tokenizer)], ends, special=template_ids(tokenizer))
     try:
-        text = template.text([{"role": "user", "content": CONTENT}], None, prompt=True)
+        text = template.text([*before, {"role": "user", "content": CONTENT}], None, prompt=True)
     except ValueError as error:
         raise ValueError(
             f"data=self: {error}: correct the template, or set data.path= to messages that it renders"
         ) from error
-    before, content, after = text.partition(CONTENT)
+    context, content, after = text.partition(CONTENT)
     if not content:
         raise ValueError(
             "data=self: the target's chat template changes the user's content, so prompts cannot be sampled: set "
             "data.path= to a file of prompts"
         )
     # a space belongs to the first word that follows it
-    ids, after = template.ids(before.rstrip(" ")), after.strip()
+    ids, after = template.ids(context + begin if begin else context.rstrip(" ")), after.strip()
     closing = template.ids(after)[:1]
     special = template_ids(tokenizer)
     if closing and closing[0] in special:
         ends, after = ends | {closing[0]}, ""
-    return Opening(ids or [start_token(tokenizer)], ends, after.split("\n")[0].strip(), True, special)
+    close = after.split("\n")[0].strip()
+    return Opening(ids or [start_token(tokenizer)], ends, close, True, special, begin, tuple(before))
+
+
+def openings(template: Template) -> list[Opening]:
+    """Return where the target begins to write prompts in turn: every second time without anything given, otherwise
+    behind the messages of a row of `GIVEN`, whose last one is the beginning of the user's message. Rows that the chat
+    template does not render are left out. Without a template there is one. Raises ValueError as `opening` does."""
+    plain = opening(template)
+    turns = [plain]
+    for row in (folder("data") / GIVEN).read_text(encoding="utf-8").splitlines() if plain.chat else ():
+        *before, begun = json.loads(row)["messages"]
+        with suppress(ValueError):  # some templates have no system message
+            given = opening(template, begun["content"], before)
+            turns += [given, plain] if given.ids != plain.ids else []  # others leave it out
+    return turns[:-1] or turns
 
 
 def unended(template: Template) -> str | None:
@@ -162,15 +191,15 @@ class SelfPrompts:
         return self.folder / f"{NAME}.{digest}.partial.jsonl"
 
     def _origin(self) -> dict[str, Any]:
-        opened = opening(self.template)
+        turns = openings(self.template)
         values = {
             "target": dict(self.identity),
             "seed": self.seed,
             "tokens": self.tokens,
             "wanted": dict(self.wanted),
-            "opening": opened.ids,
-            "ends": sorted(opened.ends),
-            "close": opened.close,
+            "openings": [one.ids for one in turns],
+            "ends": sorted(turns[0].ends),
+            "close": turns[0].close,
             "seconds": self.seconds,
         }
         return dict(json.loads(json.dumps(values)))
@@ -188,13 +217,14 @@ class SelfPrompts:
     def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for
         `counts_line`. Raises UserError if a split stays empty."""
-        opened = opening(self.template)
+        turns = openings(self.template)
+        opened, opening_of = turns[0], {tuple(one.ids): one for one in turns}
         sampling = Sampling(1.0, stop_ids=tuple(sorted(opened.ends)), stop=(opened.close,) if opened.close else ())
         first = self._missing(Counter())
         asked, most = math.ceil(MARGIN * first), MOST * first
         while True:
             asked = math.ceil(asked / sampler.rows) * sampler.rows  # whole batches
-            whole = [(SELF, opened.ids)] * asked
+            whole = [(SELF, turn.ids) for turn in islice(cycle(turns), asked)]
             sampled = collect(
                 sampler,
                 whole,
@@ -205,8 +235,10 @@ class SelfPrompts:
                 say,
                 seconds=self.seconds,
                 title="prompts of the target",
+                window=1,  # more may be asked for
             )
-            rows, dropped = filtered([row["completion"] for row in sampled], opened, self.template, self.tokens)
+            written = [(opening_of[tuple(row["prompt"])], row["completion"]) for row in sampled]
+            rows, dropped = filtered(written, self.template)
             splits = Counter(splits_of([split_content(row) for row in rows]))
             missing = self._missing(splits)
             if not missing or asked >= most or len(sampled) < asked:
@@ -233,31 +265,59 @@ class SelfPrompts:
 
 
 def filtered(
-    completions: Sequence[Sequence[int]], opened: Opening, template: Template, tokens: int
+    written: Iterable[tuple[Opening, Sequence[int]]], template: Template
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the rows of the completions that pass all filters, and how many each of `FILTERS` drops. completions:
-    token ids of each. opened: where they begin. tokens: the most tokens of a prompt."""
-    dropped, seen = dict.fromkeys(FILTERS, 0), set[str]()
+    """Return the rows of the prompts that pass all filters, and how many each of `FILTERS` drops. written: for each
+    prompt where it begins, and the token ids that the target wrote there."""
+    dropped, seen = dict.fromkeys(FILTERS, 0), Seen()
     rows: list[dict[str, Any]] = []
-    for ids in completions:
+    for opened, ids in written:
         text, ended = _text(list(ids), opened, template)
-        reason = _reason(text, ended, opened, template)
-        key = " ".join(text.casefold().split())
-        if reason is None and key in seen:
-            reason = "duplicate"
+        reason = _reason(text, ended, opened, template) or ("duplicate" if seen.alike(text) else None)
         if reason is not None:
             dropped[reason] += 1
             continue
-        seen.add(key)
-        rows.append(_row(text, opened.chat))
+        seen.add(text)
+        rows.append(_row(text, opened))
     return rows, dropped
 
 
+class Seen:
+    """The texts that were kept so far, by their sequences of `WORDS` words."""
+
+    def __init__(self) -> None:
+        self.texts: list[int] = []  # sequences of each
+        self.having: dict[tuple[str, ...], list[int]] = {}
+
+    def add(self, text: str) -> None:
+        """Keep a text."""
+        pieces = _pieces(text)
+        for piece in pieces:
+            self.having.setdefault(piece, []).append(len(self.texts))
+        self.texts.append(len(pieces))
+
+    def alike(self, text: str) -> bool:
+        """Return whether the text and a kept one have more than `ALIKE` of their sequences in common: shared ones over
+        those of either (Jaccard). Case and spaces do not matter."""
+        pieces = _pieces(text)
+        shared = Counter(other for piece in pieces for other in self.having.get(piece, ()))
+        return any(count > ALIKE * (len(pieces) + self.texts[other] - count) for other, count in shared.items())
+
+
+def _pieces(text: str) -> set[tuple[str, ...]]:
+    """Return the sequences of `WORDS` words in the text, or its words if they are fewer."""
+    words = text.casefold().split()
+    return {tuple(words[place : place + WORDS]) for place in range(max(1, len(words) - WORDS + 1))}
+
+
 def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, bool]:
-    """Return the text that the target wrote, up to the token or text that ended it, and whether one of these ended it.
-    ids: what the target sampled. opened: where it began, with what ends it."""
+    """Return the text of a prompt, up to the token or text that ended it, and whether one of these ended it. ids: what
+    the target sampled. opened: where it began, with what ends it."""
     end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
-    text = str(template.tokenizer.decode(ids[:end], skip_special_tokens=False))
+    decode = partial(template.tokenizer.decode, skip_special_tokens=False)
+    context = str(decode(opened.ids)) if opened.begin else ""  # behind words, a decoder may keep a space
+    text = str(decode([*opened.ids, *ids[:end]] if opened.begin else ids[:end]))[len(context) :]
+    text = opened.begin + text
     closed = bool(opened.close) and opened.close in text
     text = text.partition(opened.close)[0] if closed else text
     return text.strip() if opened.chat else text, end is not None or closed
@@ -278,8 +338,8 @@ def _reason(text: str, ended: bool, opened: Opening, template: Template) -> str 
     return next((name for name, fails in failed.items() if fails), None)
 
 
-def _row(text: str, chat: bool) -> dict[str, Any]:
-    said = {"messages": [{"role": "user", "content": text}]} if chat else {"text": text}
+def _row(text: str, opened: Opening) -> dict[str, Any]:
+    said = {"messages": [*opened.before, {"role": "user", "content": text}]} if opened.chat else {"text": text}
     return said | {"domain": SELF}
 
 

@@ -17,7 +17,7 @@ from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
 from cotrain.rollout import samplers, training_texts
-from cotrain.rollout.samplers import Ask, Own, Remote, collect
+from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import WHOLE, Sampled, name
 from inference import Engine, Sampling
 from inference.proposers import Independent
@@ -72,9 +72,9 @@ def killed_after(lines: int) -> object:
 
 
 def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaForCausalLM, tmp_path: Path) -> None:
-    asked = [("a", [5 + i, 6, 7]) for i in range(7)]
+    asked = [("a", [5 + i, 6, 7]) for i in range(3 * CALL - 1)]
 
-    def run(partial: Path, say: object = quiet, rows: int = 2) -> list[dict]:
+    def run(partial: Path, say: object = quiet, rows: int = 1) -> list[dict]:
         return collect(Own(Engine(target, rows=rows)), asked, WARM, 6, 0, partial, say)
 
     whole = run(tmp_path / "whole.jsonl")
@@ -86,19 +86,18 @@ def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaFo
         file.write('{"domain": "a", "prom')  # cut short by its death
     said: list[str] = []
     assert run(tmp_path / "partial.jsonl", said.append, rows=3) == whole
-    assert len(said) == 1 and "7/7" in said[0]
+    assert len(said) == 1 and "11/11" in said[0]
     assert (tmp_path / "partial.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
 def test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers(
-    target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: LlamaForCausalLM, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(samplers, "WINDOW", 4)
     asked = [("a", [5 + i] * (1 + 3 * i % 5)) for i in range(7)]
     plain = {
         tuple(prompt): Own(Engine(target, rows=1))([prompt], WARM, 6, 0, [i])[0] for i, (_, prompt) in enumerate(asked)
     }
-    rows = collect(Own(Engine(target, rows=2)), asked, WARM, 6, 0, tmp_path / "p.jsonl", quiet)
+    rows = collect(Own(Engine(target, rows=2)), asked, WARM, 6, 0, tmp_path / "p.jsonl", quiet, window=4)
     lengths = [len(row["prompt"]) for row in rows]
     assert lengths == [5, 4, 2, 1, 4, 3, 1] and sorted(row["prompt"][0] for row in rows) == list(range(5, 12))
     assert all(row["completion"] == plain[tuple(row["prompt"])] for row in rows)

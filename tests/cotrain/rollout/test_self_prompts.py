@@ -2,6 +2,7 @@
 
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,11 +13,14 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.sources import source_of
-from cotrain.data.splits import SPLITS
+from cotrain.data.splits import SPLITS, splits_of
 from cotrain.errors import UserError
+from cotrain.paths import folder
 from cotrain.rollout import self_prompts
+from cotrain.rollout.samplers import CALL
 from cotrain.rollout.self_prompts import (
     FILTERS,
+    GIVEN,
     MOST,
     Opening,
     SelfPrompts,
@@ -24,6 +28,8 @@ from cotrain.rollout.self_prompts import (
     filtered,
     needed,
     opening,
+    openings,
+    split_content,
     unended,
 )
 from inference import Sampling
@@ -86,6 +92,8 @@ def template_of(family: Family | None) -> Template:
     return Template(words, {}, {words.eos_token_id})
 
 
+ROWS = [json.loads(row)["messages"] for row in (folder("data") / GIVEN).read_text().splitlines()]
+BEFORE = [tuple(row[:-1]) for row in ROWS if row[:-1]]
 CHAT = template_of(FAMILIES["chatml"])
 OPENED = opening(CHAT)
 END = CHAT.tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -148,14 +156,40 @@ class TestOpening:
         message = [{"role": "user", "content": text}]
         rendered = template.ids(template.text(message, None, prompt=True))
         assert rendered[: len(opened.ids)] == opened.ids
-        rows, _ = filtered([rendered[len(opened.ids) :]], opened, template, 99)
+        rows, _ = filtered([(opened, rendered[len(opened.ids) :])], template)
         assert [row["messages"] for row in rows] == [message]
+
+    @pytest.mark.parametrize("name", FAMILIES)
+    def test_every_second_prompt_has_first_words_or_messages_before(self, name: str) -> None:
+        """What the target then writes is read back as a conversation that the template renders to the same ids."""
+        template = template_of(FAMILIES[name])
+        turns, plain = openings(template), opening(template)
+        assert turns[::2] == [plain] * len(turns[1::2]) and len(turns[1::2]) == len(ROWS)
+        written = []
+        for turn in turns[1::2]:
+            content = f"{turn.begin}{' ' * turn.begin.endswith(tuple('abcdefghijklmnopqrstuvwxyz:'))}sea and land"
+            said = [*turn.before, {"role": "user", "content": content}]
+            rendered = template.ids(template.text(said, None, prompt=True))
+            assert rendered[: len(turn.ids)] == turn.ids
+            written.append((turn, rendered[len(turn.ids) :], said))
+        rows = [filtered([(turn, ids)], template)[0] for turn, ids, _ in written]
+        assert [row[0]["messages"] for row in rows] == [said for *_, said in written]
+
+    def test_messages_that_a_template_does_not_render_are_left_out(self) -> None:
+        words = template_of(FAMILIES["chatml"]).tokenizer
+        refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+        last = CHATML.replace("for m in messages", "for m in messages[-1:]")
+        for template, count in ((refusing, sum(one[0]["role"] != "system" for one in BEFORE)), (last, 0)):
+            words.chat_template = template
+            turns = openings(Template(words, {}, {0}))
+            assert [turn.before for turn in turns if turn.before] == BEFORE[len(BEFORE) - count :]
 
     def test_a_target_without_a_template_begins_a_text_with_its_start_token(self) -> None:
         template = template_of(None)
         opened = opening(template)
         assert not opened.chat and len(opened.ids) == 1 and opened.ends == {template.tokenizer.eos_token_id}
-        rows, dropped = filtered([template.ids("a text without an end, of which")], opened, template, 99)
+        rows, dropped = filtered([(opened, template.ids("a text without an end, of which"))], template)
+        assert openings(template) == [opened]
         assert [row["text"] for row in rows] == ["a text without an end, of which"] and not any(dropped.values())
 
     def test_a_template_that_changes_the_content_is_refused(self) -> None:
@@ -201,31 +235,39 @@ class TestFilters:
     )
     def test_a_prompt_is_dropped_and_counted(self, reason: str, ids: list[int]) -> None:
         good = messages(1)[0]
-        rows, dropped = filtered([good, ids, good], OPENED, CHAT, 99)
+        rows, dropped = filtered([(OPENED, one) for one in (good, ids, good)], CHAT)
         assert [row["messages"][0]["content"] for row in rows] == ["Please tell me a story about number 0"]
         assert {name for name, count in dropped.items() if count} == {reason, "duplicate"}
         assert sum(dropped.values()) == 2 and tuple(dropped) == FILTERS
 
-    def test_duplicates_differ_in_case_and_spaces_only(self) -> None:
-        rows, dropped = filtered(
-            [written(text) for text in ("Tell me a story", "tell  me\na Story", "Tell me the story")], OPENED, CHAT, 99
-        )
-        assert len(rows) == 2 and dropped["duplicate"] == 1
-
-    def test_long_prompts_that_end_differently_are_no_duplicates(self) -> None:
-        start = " ".join(chr(97 + i * j % 26) + chr(97 + (i + j) % 26) for i in range(26) for j in range(5))
-        rows, dropped = filtered([written(f"{start} {end}") for end in ("here", "there", "here")], OPENED, CHAT, 9999)
-        assert [row["messages"][0]["content"] for row in rows] == [f"{start} here", f"{start} there"]
-        assert {name for name, count in dropped.items() if count} == {"duplicate"} and dropped["duplicate"] == 1
+    @pytest.mark.parametrize(
+        ("texts", "kept"),
+        [
+            (("Tell me a story", "tell  me\na Story", "Tell me the story"), [0, 2]),
+            (("Why?!", "why?!", "Who?"), [0, 2]),
+            # 7 words have four sequences of four words; a word after them makes five, in the middle seven of which
+            # three are shared
+            (("one two three four five six seven", "one two three four five six seven eight"), [0]),
+            (("one two three four five six seven", "one two three other four five six seven"), [0, 1]),
+            (("one two three four five six seven eight nine ten eleven", "one two three four five six"), [0, 1]),
+            (("one two three four five six", "two three four five six seven", "one two three four five six"), [0, 1]),
+        ],
+    )
+    def test_prompts_that_share_most_words_in_sequence_are_duplicates(
+        self, texts: tuple[str, ...], kept: list[int]
+    ) -> None:
+        rows, dropped = filtered([(OPENED, written(text)) for text in texts], CHAT)
+        assert [row["messages"][0]["content"] for row in rows] == [texts[i] for i in kept]
+        assert dropped["duplicate"] == len(texts) - len(kept) == sum(dropped.values())
 
     def test_the_first_end_ends_a_prompt(self) -> None:
-        rows, _ = filtered([[*written("Tell me a story"), *written("and another one")]], OPENED, CHAT, 99)
+        rows, _ = filtered([(OPENED, [*written("Tell me a story"), *written("and another one")])], CHAT)
         assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"]
 
     def test_a_text_ends_a_prompt_where_no_token_does(self) -> None:
         opened = Opening([0], frozenset(), "ASSISTANT:", True)
         ids = CHAT.ids("Tell me a story ASSISTANT: Once upon")
-        rows, dropped = filtered([ids, CHAT.ids("Tell me a story and more")], opened, CHAT, 99)
+        rows, dropped = filtered([(opened, one) for one in (ids, CHAT.ids("Tell me a story and more"))], CHAT)
         assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"] and dropped["unfinished"] == 1
 
 
@@ -233,7 +275,8 @@ class TestFile:
     def test_the_target_continues_the_opening_until_the_turn_ends(self, tmp_path: Path) -> None:
         sampler = Scripted(messages(40))
         asked(tmp_path, seed=7).file(sampler.by(), say=print)
-        assert all(prompt == OPENED.ids for prompt in sampler.prompts)
+        known = [one.ids for one in openings(CHAT)]
+        assert all(prompt in known for prompt in sampler.prompts) and OPENED.ids in sampler.prompts
         assert set(sampler.sampling.stop_ids) == OPENED.ends and sampler.sampling.temperature == 1
         assert sampler.seeds == {7} and sampler.keys == list(range(len(sampler.keys)))
 
@@ -242,18 +285,23 @@ class TestFile:
         path = asked(tmp_path, wanted).file(Scripted(messages(900)).by(), say=print)
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
         sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
-        sizes = [len(source.prompts(10**6, 99, 0)) for source in sources]
-        assert sizes == [counts["splits"][split] for split in SPLITS] and sum(sizes) == counts["kept"]
+        sizes = [len(source.prompts(10**6, 9999, 0)) for source in sources]
+        rows = [json.loads(row)["messages"] for row in path.read_text().splitlines()]
+        splits = splits_of([split_content({"messages": row}) for row in rows])
+        first = {(split, row[0]["content"]) for split, row in zip(splits, rows, strict=True) if len(row) > 2}
+        assert counts["splits"] == Counter(splits) and len(rows) == counts["kept"]
+        # the first message of an exchange is a prompt too
+        assert sizes == [Counter(splits)[split] + sum(split == one for one, _ in first) for split in SPLITS]
         assert all(size >= wanted[split] for size, split in zip(sizes, SPLITS, strict=True))
-        texts = [{tuple(ids) for _, ids in source.prompts(10**6, 99, 0)} for source in sources]
+        texts = [{tuple(ids) for _, ids in source.prompts(10**6, 9999, 0)} for source in sources]
         assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])
 
     def test_more_are_asked_for_while_filters_drop_many(self, tmp_path: Path) -> None:
         good = messages(2000)
-        half = [good[i] if i % 2 else written("a") for i in range(2000)]
+        half = [written("no end", end=False) if i // 2 % 2 else good[i] for i in range(2000)]
         asked(tmp_path).file(Scripted(half).by(), say=print)
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
-        assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["short"] - counts["asked"]) <= 1
+        assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["unfinished"] - counts["asked"]) <= 2
 
     def test_what_was_asked_kept_and_dropped_is_printed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -268,8 +316,10 @@ class TestFile:
         )
 
     def test_a_target_that_writes_no_prompts_is_refused_after_a_while(self, tmp_path: Path) -> None:
-        sampler = Scripted([written("a")])
-        with pytest.raises(UserError, match=r"0 kept .* dropped: \d+ short; none for the split train, held_out, final"):
+        sampler = Scripted([written("a", end=False)])
+        with pytest.raises(
+            UserError, match=r"0 kept .* dropped: \d+ unfinished; none for the split train, held_out, final"
+        ):
             asked(tmp_path).file(sampler.by(), say=print)
         first = max(20 / 0.9, 2 / 0.05)
         assert len(sampler.keys) <= MOST * (first + 1) + sampler.rows
@@ -312,7 +362,7 @@ class TestFile:
             asked(tmp_path / "parts").file(Scripted(messages(300), stops=2).by(), say=print)
         rest = Scripted(messages(300))
         path = asked(tmp_path / "parts").file(rest.by(), say=print)
-        assert rest.keys[0] == 2 * Scripted.rows and path.read_bytes() == whole.read_bytes()
+        assert rest.keys[0] == CALL * Scripted.rows and path.read_bytes() == whole.read_bytes()
         assert {one.name for one in (tmp_path / "parts").iterdir()} == {"self_prompts.json", "self_prompts.jsonl"}
 
     def test_the_first_process_samples_for_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
