@@ -129,13 +129,13 @@ def test_as_many_validations_as_their_share_affords() -> None:
 
 @pytest.mark.thorough
 def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock by which a text takes two seconds. A judging may take 600 * 0.2 / 6 = 20 seconds: ten texts; a run that
+    """A clock by which a text takes three seconds. A judging may take 600 * 0.2 / 6 = 20 seconds: six texts; a run that
     is resumed judges as many, however slow its machine is now."""
     now, counts = [0.0], list[int]()
     true = modules.evaluate
 
     def evaluate(held: HeldOut, *rest: Any) -> Any:
-        now[0] += 2.0 * len(held)
+        now[0] += 3.0 * len(held)
         counts.append(len(held))
         return true(held, *rest)
 
@@ -151,10 +151,10 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
     first, timed, *validations = [count for count in counts if count > 1]  # points between validations are of one text
-    assert (first, timed, texts, set(validations)) == (modules.FEW, modules.FEW, 10, {10})
+    assert (first, timed, texts, set(validations)) == (modules.FEW, modules.FEW, 6, {6})
     counts.clear()
     assert quick(place, "judged", *settings, "trainer.steps=4") == 0
-    assert max(counts) == 10 and modules.FEW not in counts
+    assert max(counts) == 6 and modules.FEW not in counts
 
 
 def test_the_first_texts_warm_up_and_a_batch_is_timed_if_there_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
