@@ -52,7 +52,7 @@ def _plan_line(metadata: Metadata) -> str:
     this plan, and says how to choose again."""
     return (
         f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder was planned; to choose again, "
-        "set bench.depths=[2,4,8], bench.trees=16 or another verify=, for example verify=token"
+        "set bench.depths=[2,4,8], bench.trees=16 or verify="
     )
 
 

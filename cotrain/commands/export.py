@@ -31,7 +31,7 @@ from cotrain.run_folder import refuse_replaced, writable
 from cotrain.teacher.target_model import load_config, load_pair
 from cotrain.training.job import objective
 from cotrain.training.preconditions import say_other_weights
-from inference.drafts.draft_folder import REPORT, Metadata, read
+from inference.drafts.draft_folder import Metadata, read
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.pretrained import longest_text
@@ -137,8 +137,9 @@ def _print_launch(path: Path, cfg: ExportConfig) -> None:
     print(f"wrote {path}")
     if written.origin.get("advice"):
         print(f"on the machine that measured it, {written.origin['advice']}")
-    report = path / REPORT
-    lengths = tau_table(read_json(report), written) if report.is_file() else ""
+    assert cfg.draft.path
+    report = hf.report_of(Path(cfg.draft.path), _metadata(cfg.draft.path))
+    lengths = tau_table(report, written) if report else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
     place_of = str(path.absolute()), place(str(written.target["name"]))
@@ -189,9 +190,10 @@ def _features(cfg: ExportConfig, target: str) -> Path:
 
     def readme(written: Metadata) -> str:
         exported.append(written)
-        return card(written, cfg.engine, called, None, _remarks(written) + fetch, cfg.layout)
+        return card(written, cfg.engine, called, report, _remarks(written) + fetch, cfg.layout)
 
     try:
+        report = hf.report_of(Path(cfg.draft.path), _metadata(cfg.draft.path))
         path = eagle3.export(
             cfg.draft.path,
             cfg.output,

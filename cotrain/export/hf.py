@@ -132,7 +132,7 @@ def prepare_draft(
     if temperature is not None:
         model, metadata = fold_conditioning(model, temperature), _at(metadata, temperature)
     refuse_kind(engine, metadata.kind)
-    report = _report(Path(source), original)
+    report = report_of(Path(source), original)
     left_out, remarks = remove_markov_head(model), list[str]()
     if original is not None and k is None:
         way = drafting(engine, metadata.objective)
@@ -173,7 +173,7 @@ def _at(metadata: Metadata, temperature: float) -> Metadata:
     return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
-def _report(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
+def report_of(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
     """Return the draft's report, or None if the metadata names none; a report.json in the folder is then from another
     program. Raises ValueError if the report is missing, changed or invalid."""
     if metadata is None or metadata.report is None:

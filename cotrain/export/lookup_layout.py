@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 from cotrain.export.engines import MARK, place, serve_vllm
-from cotrain.export.publishing import planned_anew
+from cotrain.export.publishing import planned_anew, said_of
 from inference.drafts.atomic import new_folder
 from inference.drafts.draft_folder import PROMPTS, describe, read
 from inference.drafts.weight_files import CONFIG, read_json
@@ -60,7 +60,7 @@ def export(
             "have: leave push_to_hub= out"
         )
     metadata = source_metadata.exported(target, k, None)
-    remarks = [*filter(None, [metadata.origin.get("warning")])]
+    remarks = said_of(metadata)
     if source_metadata.kind == "hybrid" and not k:
         metadata, planned = planned_anew(source, source_metadata, metadata, "greedy")
         remarks += planned

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cotrain.export.engines import MARK, place
-from cotrain.export.publishing import planned_anew, without_markov
+from cotrain.export.publishing import planned_anew, said_of, without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
@@ -76,7 +76,7 @@ def export(
         if network.markov_head is not None and metadata:
             remarks.append(without_markov(Path(source), changed(metadata, k=k, objective="greedy")))
         written = metadata and metadata.exported(str(served), None, None)
-        notes = [*filter(None, [written and written.origin.get("warning")]), NOTE, *remarks]
+        notes = [*(said_of(written) if written else []), NOTE, *remarks]
         learnt = written.learnt_from if written else str(served)
         card = _card(name or str(Path(output).absolute()), str(served), k, notes, learnt)
         (new / "README.md").write_text(card, encoding="utf-8")

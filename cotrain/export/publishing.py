@@ -54,7 +54,7 @@ def card(
     parts = [
         FRONT,
         f"# Draft for {learnt}",
-        f"Drafts {k} tokens a round for speculative decoding; the target verifies them.",
+        f"Drafts {k} token{'s' * (k > 1)} a round for speculative decoding; the target verifies them.",
         *_read_from(metadata),
         f"## Serve ({engine_named(engine).versions})",
         f"```sh\n{command}\n```",
@@ -81,6 +81,13 @@ def fetched(repo: str) -> tuple[str, list[str]]:
     repo: user/name."""
     folder = repo.split("/")[-1]
     return folder, [f"Fetch the file first: hf download {repo} --local-dir {folder}"]
+
+
+def said_of(metadata: Metadata) -> list[str]:
+    """Return what every README says of the draft, if it applies: that it was slower than plain decoding, and that it
+    learnt from other weights of the target."""
+    advice, warning = metadata.origin.get("advice"), metadata.origin.get("warning")
+    return [*filter(None, [advice and f"On the machine that measured it, {advice}.", warning])]
 
 
 class VllmCommand(NamedTuple):
@@ -110,7 +117,7 @@ def _read_from(metadata: Metadata) -> list[str]:
     changed its weights, or that the draft learnt from other weights. [] if none applies."""
     gguf, moved = metadata.origin.get("gguf"), metadata.origin.get("moved")
     lines = [said(moved)] if moved else []
-    lines += filter(None, [metadata.origin.get("warning")])
+    lines += said_of(metadata)
     if not gguf:
         return lines
     return [

@@ -186,7 +186,7 @@ def _tiles(run: LoadedRun) -> list[Tile]:
     passed = run.get("report", "exactness", "passed")
     exact = {True: "yes, checked", False: "no: see exactness"}.get(passed, "not checked")
     return [
-        Tile("faster", faster, "over plain decoding, with its 95 % interval"),
+        Tile("speed-up", faster, "over plain decoding, with its 95 % interval"),
         _acceptance(run),
         Tile("exact", joined(exact), "the text has the target's distribution", bad=passed is False),
     ]

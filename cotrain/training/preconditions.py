@@ -673,7 +673,7 @@ def repetitions(cfg: TrainConfig, texts: int, all_prompts: bool = False) -> list
     """Return a line for the user if each of `texts` training texts is read many times, which says what more of them
     would give; else []. all_prompts: whether rollout.texts= exceeds the prompts that the data have."""
     reads = (cfg.trainer.steps - cfg.trainer.corpus_steps) * cfg.trainer.batch * cfg.trainer.accumulate
-    if not texts or reads < OFTEN * texts:
+    if cfg.overfit or not texts or reads < OFTEN * texts:
         return []
     limit = " at most, in the time allowed" * time_limited(cfg)
     more = round(reads / READ)
@@ -686,7 +686,7 @@ def repetitions(cfg: TrainConfig, texts: int, all_prompts: bool = False) -> list
 
 def _say(cfg: TrainConfig, texts: int) -> None:
     """Print the line about `texts` training texts that are read many times, for texts that are not the user's."""
-    if cfg.draft.trained and not cfg.overfit and not rank():
+    if cfg.draft.trained and not rank():
         for line in repetitions(cfg, texts):
             print(line)
 

@@ -36,6 +36,7 @@ WRITTEN = [
 ONCE = {"conditioned": ["temperature=0.7"]}
 # that draft the likeliest token; of a hybrid there are no figures to plan by, and what retrieval drafts is certain
 GREEDY = {"sglang", "tensorrt_llm"}
+SLOW = "plain decoding is faster here"
 AS_MEASURED, DRAFTS = {"hybrid", "retrieval", "block"}, 3
 
 
@@ -55,7 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             metadata = read(path).metadata
             assert metadata is not None
             regime = {**metadata.regime, "temperature": 0.7}
-            describe(path, replace(metadata, k=DRAFTS, regime=regime, report=digest(path / REPORT)))
+            origin = {**metadata.origin, "advice": SLOW}
+            describe(path, replace(metadata, k=DRAFTS, regime=regime, report=digest(path / REPORT), origin=origin))
         return place / kind
 
     return made
@@ -106,6 +108,8 @@ def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learn
         assert re.search(rf"^(# .* for |Made for `){re.escape(learnt)}\b", card, re.M), card
         assert_checked(output, engine, capsys)
         assert f"outputs of {other}" not in card and (others in card) == (other in "".join(named))
+        assert f"On the machine that measured it, {SLOW}." in card
+        assert ("## tau by draft length" in card) == (kind not in ("medusa", "retrieval", "hybrid"))
         if (output / METADATA).is_file():
             metadata = read(output).metadata
             assert metadata is not None and other_weights(metadata, learnt) is None and other_weights(metadata, other)
