@@ -6,7 +6,7 @@
 
 Commands are the lines of blocks without a language. --set-up: those that install packages and `make` run too, so that
 the clone has an environment of its own; otherwise it has this one's packages, with its own code. --stand-in: a small
-random Qwen3 lies in the clone's Qwen/Qwen3-8B and gets the draft that an 8B gets, prompts.jsonl is the shipped file,
+random Qwen3 lies in the clone's Qwen/Qwen3-8B and gets the draft that an 8B gets, prompts.jsonl are chats that ship,
 `trainer=gpu` is left out where there is no GPU, and servers that answer as vLLM does stand for the page's addresses.
 --few: commands get the few texts and steps of SMALL besides, so that they show that they run, and nothing else. Ends
 with status 1 if a command fails, or if `serve_check` does not fail beside a stand-in, whose counters are no draft's.
@@ -83,7 +83,7 @@ def small_target(folder: Path, tokenizer: Path) -> Any:
 def stand_in(clone: Path) -> Iterator[dict[str, str]]:
     """Put target and prompts into the clone, and yield the servers: the page's address -> the real one."""
     model = small_target(clone / TARGET, clone / "data" / "drafts" / "smollm2")
-    shutil.copy(clone / "data" / "prompts.jsonl", clone / "prompts.jsonl")
+    shutil.copy(clone / "data" / "drafts" / "smollm2" / "prompts.jsonl", clone / "prompts.jsonl")
     with ExitStack() as stack:
         servers = {}
         for address, drafts in ADDRESSES.items():
