@@ -83,7 +83,8 @@ def small_target(folder: Path, tokenizer: Path) -> Any:
 def stand_in(clone: Path) -> Iterator[dict[str, str]]:
     """Put target and prompts into the clone, and yield the servers: the page's address -> the real one."""
     model = small_target(clone / TARGET, clone / "data" / "drafts" / "smollm2")
-    shutil.copy(clone / "data" / "drafts" / "smollm2" / "prompts.jsonl", clone / "prompts.jsonl")
+    chats = (clone / "studies" / "prompts_by_task.jsonl", clone / "data" / "drafts" / "smollm2" / "prompts.jsonl")
+    (clone / "prompts.jsonl").write_text("".join(file.read_text() for file in chats))
     with ExitStack() as stack:
         servers = {}
         for address, drafts in ADDRESSES.items():
