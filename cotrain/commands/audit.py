@@ -65,6 +65,7 @@ def run(cfg: AuditConfig) -> None:
 
 def _audited(cfg: AuditConfig) -> Audit:
     settle(cfg.threads, 0)
+    open_tokens = not cfg.prompt_tokens
     refuse_folder(cfg.output, cfg.overwrite)
     folder_of_draft = measurable_folder(cfg.draft.path) if cfg.draft.path else None
     if folder_of_draft:
@@ -92,7 +93,7 @@ def _audited(cfg: AuditConfig) -> Audit:
             plan = plan_of(cfg, folder_of_draft, load, size, "token", **others)
         if client:
             before = stable_counters(client) if plan else None
-            sample = _sampled(cfg, client, regime, *load)
+            sample = _sampled(cfg, client, open_tokens, regime, *load)
             after = stable_counters(client) if before and client.sends_ids else None
             counted = after - before if before and after else None
         else:
@@ -123,12 +124,19 @@ def _write(cfg: AuditConfig, audited: Audit, folder: Path) -> None:
 
 
 def _sampled(
-    cfg: AuditConfig, client: Client, regime: Sampling, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    cfg: AuditConfig,
+    client: Client,
+    open_tokens: bool,
+    regime: Sampling,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Sample:
     """Let the server continue the prompts, each `repeats` times with other seeds. Texts may end before new_tokens. If
-    the server sends no token ids, texts that do not encode to themselves are left out."""
+    the server sends no token ids, texts that do not encode to themselves are left out. open_tokens: whether prompts may
+    be longer than prompt_tokens=, if most are."""
     size = Bench(prompts=cfg.prompts, prompt_tokens=cfg.prompt_tokens, new_tokens=cfg.new_tokens)
-    final = prompts(cfg.data, size, target, tokenizer, key="prompt_tokens").final
+    room = longest_text(target.config) - cfg.new_tokens if open_tokens else None
+    final = prompts(cfg.data, size, target, tokenizer, room, key="prompt_tokens").final
     asked = [list(final[i % len(final)]) for i in range(cfg.prompts) for _ in range(cfg.repeats)]
     sampler = Remote(client, tokenizer, cfg.at_once, ends_of(target))
     texts = sampler(asked, regime, cfg.new_tokens, cfg.seed, [key % 2**30 for key in row_ids(asked)])

@@ -338,8 +338,9 @@ class AuditConfig(DraftFolderConfig):
     """Texts of each prompt."""
     objective: Objective | None = None
     """How the server drafts. null: as the draft was trained."""
-    prompt_tokens: Size = 32
-    """The longest prompt, in tokens."""
+    prompt_tokens: Count = 0
+    """The longest prompt, in tokens. 0: the value stored in the draft folder, else 48, or, if the prompts of data.path
+    are longer, the length that 95 % of them do not exceed."""
     new_tokens: Size = 128
     """Tokens of each text."""
     at_once: Size = 8

@@ -111,9 +111,9 @@ def openings(template: Template) -> list[Opening]:
     plain = opening(template)
     turns = [plain]
     for row in (folder("data") / GIVEN).read_text(encoding="utf-8").splitlines() if plain.chat else ():
-        *before, begun = json.loads(row)["messages"]
+        *before, last = json.loads(row)["messages"]
         with suppress(ValueError):  # some templates have no system message
-            given = opening(template, begun["content"], before)
+            given = opening(template, last["content"], before)
             turns += [given, plain] if given.ids != plain.ids else []  # others leave it out
     return turns[:-1] or turns
 
@@ -269,7 +269,7 @@ def filtered(
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Return the rows of the prompts that pass all filters, and how many each of `FILTERS` drops. written: for each
     prompt where it begins, and the token ids that the target wrote there."""
-    dropped, seen = dict.fromkeys(FILTERS, 0), Seen()
+    dropped, seen = dict.fromkeys(FILTERS, 0), EarlierTexts()
     rows: list[dict[str, Any]] = []
     for opened, ids in written:
         text, ended = _text(list(ids), opened, template)
@@ -282,7 +282,7 @@ def filtered(
     return rows, dropped
 
 
-class Seen:
+class EarlierTexts:
     """The texts that were kept so far, by their sequences of `WORDS` words."""
 
     def __init__(self) -> None:

@@ -87,6 +87,15 @@ def test_a_servers_texts_pass_and_hotter_ones_do_not(server: FakeVLLM, target: P
     )
 
 
+def test_prompts_of_the_user_are_asked_whatever_their_length(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
+    """All of 66 to 98 tokens; those of a limit are left out."""
+    rows = [{"prompt": f"{i} " + "of all the words " * (4 + i % 3)} for i in range(40)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    size = [f"url={server.url}", f"data.path={tmp_path / 'own.jsonl'}", "prompts=4", "new_tokens=20"]
+    assert audited(target, tmp_path / "out", *size)[1]["texts"] == 8
+    assert main(["audit", f"target.path={target}", f"output={tmp_path / 'no'}", *size, "prompt_tokens=60"]) == 1
+
+
 def test_greedy_texts_pass_and_sampled_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
     rows = [{"prompt": [3, 4, 5 + i], "completion": [7] * 30} for i in range(4)]
     file = tmp_path / "texts.jsonl"
