@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.models.pretrained import layers_of, tapped
 
@@ -41,7 +41,7 @@ class FakeVLLM:
 
     @torch.no_grad()
     def answer(self, request: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return status and body. Text is drawn with the request's temperature and seed."""
+        """Return status and body. Text is drawn with the request's temperature, top_k, top_p and seed."""
         ids = request["prompt"]
         with self.lock:
             fault = self.faults.pop(0) if self.faults and request["max_tokens"] == 1 else None
@@ -95,7 +95,12 @@ class FakeVLLM:
             if self.says is not None:
                 new.append(self.says)
             elif temperature := request.get("temperature", 0) * self.heat:
-                new.append(int((after / temperature).softmax(-1).multinomial(1, generator=generator)))
+                scores: Any = (after / temperature).unsqueeze(0)
+                if request.get("top_k", 0) > 0:
+                    scores = TopKLogitsWarper(request["top_k"])(None, scores)  # type: ignore[arg-type]
+                if request.get("top_p", 1.0) < 1:
+                    scores = TopPLogitsWarper(request["top_p"])(None, scores)  # type: ignore[arg-type]
+                new.append(int(scores[0].softmax(-1).multinomial(1, generator=generator)))
             else:
                 new.append(int(after.argmax()))
             time.sleep(self.pause)
