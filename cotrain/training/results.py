@@ -127,8 +127,12 @@ def served_as(cfg: TrainConfig, messages: bool) -> ServedAs:
 
 
 def write_measured(job: Job, draft: PreTrainedModel, origin: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Measure a draft, write its folder, and return the report. origin: how the draft was trained. extra: further
-    entries for the report's `extra`."""
+    """Measure a draft, write its folder, and return the report. Before the measurement the folder has no report, so
+    that a run that is ended in it leaves the draft. origin: how the draft was trained. extra: further entries for the
+    report's `extra`."""
+    if not (job.folder / "draft" / REPORT).exists():  # an earlier training's lasts meanwhile
+        unmeasured(job, draft, origin)
+        print(f"draft: {job.folder / 'draft'}, which is measured now", flush=True)
     plan = job.plan(draft)
     prepare(plan)
     report = measurement.measure(plan, extra)

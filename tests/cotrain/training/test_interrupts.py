@@ -12,10 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from cotrain.errors import Interrupted
+from cotrain.training import results
 from cotrain.training.interrupts import Keeper, Signals
 from cotrain.training.module import Distillation
 from cotrain.training.progress import Bar
+from inference.drafts.draft_folder import read
+from inference.drafts.weight_files import WEIGHTS
 from tests.cotrain.commands.test_train import job
 
 QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0", "trainer.accumulate=2")
@@ -26,6 +31,28 @@ LAST = Path("checkpoints") / "last.ckpt"
 
 def quick(place: Path, output: str, *settings: str) -> int:
     return job(place, output, *QUICK, f"rollout.folder={place / 'quick texts'}", "trainer.steps=6", *settings)
+
+
+def test_a_run_that_ends_while_it_measures_leaves_a_draft_and_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = results.measurement.measure
+
+    def ended(*_: Any) -> Any:
+        raise Interrupted(signal.SIGINT, "interrupted")
+
+    settings = ("measure=true", "trainer.steps=2", "bench.minutes=0")
+    monkeypatch.setattr(results.measurement, "measure", ended)
+    assert quick(place, "unmeasured", *settings) == 128 + signal.SIGINT
+    draft = place / "unmeasured" / "draft"
+    assert f"draft: {draft}, which is measured now" in capsys.readouterr().out
+    weights, early = load_file(draft / WEIGHTS), read(draft).metadata
+    assert early is not None and early.report is None
+    monkeypatch.setattr(results.measurement, "measure", measured)
+    assert quick(place, "unmeasured", *settings) == 0
+    late, metadata = load_file(draft / WEIGHTS), read(draft).metadata
+    assert metadata is not None and metadata.report is not None and late.keys() == weights.keys()
+    assert all(weights[name].equal(late[name]) for name in weights)
 
 
 def saved_by(folder: Path) -> dict[str, Any]:

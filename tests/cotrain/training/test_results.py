@@ -149,7 +149,9 @@ def test_a_draft_folder_says_what_was_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(results.replay, "write_replay", lambda *given: calls.append(given))
     monkeypatch.setattr(results, "save", lambda *given, **settings: calls.append((given, settings)))
     monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
-    assert results.write_measured(job, "draft", {"own": 1}, {"more": 2}) is report
+    monkeypatch.setattr(results, "unmeasured", lambda *given: calls.append(given))
+    assert results.write_measured(job, "draft", {"own": 1}, {"more": 2}) is report  # type: ignore[arg-type]
+    assert calls.pop(0) == (job, "draft", {"own": 1})
     assert calls[:3] == [plan, (plan, {"more": 2}), ({"recorded": extra}, tmp_path / "replay.json")]
     ((draft, words, place, metadata, said), settings) = calls[3]
     assert (draft, words, place, said) == ("served", job.tokenizer, tmp_path / "draft", report)
