@@ -1,6 +1,5 @@
 """The pair that a command serves: a draft folder and a target. The default target is the one that the folder names."""
 
-import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,8 +15,8 @@ from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import Source, prompt_tokens
 from cotrain.data.prompt_rows import said_of_rows as said_of
-from cotrain.data.sources import sources_apart
-from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart
+from cotrain.data.sources import sources_apart, sources_of
+from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart, shared
 from cotrain.errors import UserError, user_errors
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
@@ -248,8 +247,9 @@ def prompts(
 
     With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
     Without data.path, they are the prompts stored in the draft folder. The draft did not learn from these, and no
-    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. If the folder stores none, the
-    shipped prompts are used.
+    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a draft that stores
+    prompts, which its target sampled, learn from a data.path that has none of them: all of its prompts are used. If the
+    folder stores none, the shipped prompts are used.
 
     Args:
         size: has the prompt length (size.prompt_tokens) and the seed. The prompt length is changed in place if `room`
@@ -260,7 +260,8 @@ def prompts(
         key: the name of the setting for the prompt length, for messages.
     """
     encoder = target.config.is_encoder_decoder
-    own = draft / PROMPTS if draft and data.path is None and (draft / PROMPTS).is_file() else None
+    stored = draft / PROMPTS if draft and (draft / PROMPTS).is_file() else None
+    own = stored if data.path is None else None
     if own is None and data.path is None:
         file = draft / REPORT if draft else None
         if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
@@ -271,9 +272,18 @@ def prompts(
             )
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
         return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
+    template = Template(tokenizer, data.template, ends_of(target))
+
+    def every(path: str | Path) -> list[list[int]]:
+        of_path = data.model_copy(update={"path": str(path)})
+        rows = sources_of(of_path, (ALL_ROWS,), template, encoder)[ALL_ROWS]
+        return [prompt for prompt in rows.each(longest_text(target.config)) if prompt]
+
+    whole = own is not None
     if own is not None:
-        data = copy.copy(data)
-        data.path = str(own)
+        data = data.model_copy(update={"path": str(own)})
+    elif stored:
+        whole = not shared(every(str(data.path)), every(stored))
 
     def limit(sources: Mapping[str, Source]) -> int:
         first, *others = (rows for split, rows in sources.items() if split != SPLITS[0])
@@ -281,16 +291,16 @@ def prompts(
             size.prompt_tokens = max(size.prompt_tokens, prompt_tokens(first, room, others))
         return size.prompt_tokens
 
-    splits, template = SPLITS if own is None else (ALL_ROWS,), Template(tokenizer, data.template, ends_of(target))
-    sources = sources_apart(data, splits, template, encoder, limit)
+    sources = sources_apart(data, (ALL_ROWS,) if whole else SPLITS, template, encoder, limit)
     train = sources.pop(SPLITS[0], None)
-    named = sources if own is None else {SPLITS[-1]: sources[ALL_ROWS]}
+    named = {SPLITS[-1]: sources[ALL_ROWS]} if whole else sources
     for line in said_of(named, size.prompt_tokens, key):
         print(line, file=sys.stderr)
     several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
-    if own is not None:
+    if whole:
         (unseen,) = several
-        print(f"prompts: {len(unseen)} of {own}, which the draft did not learn from; data.path= names others")
+        others = "; data.path= names others" * bool(own)
+        print(f"prompts: {len(unseen)} of {data.path}, which the draft did not learn from{others}")
         part = max(len(unseen) // PART, 1)
         several = [unseen[:part], unseen[part:]]
     ranking, final = several

@@ -111,6 +111,21 @@ class TestPrompts:
         found = self.measured_on(shipped, str(tmp_path / PROMPTS))
         assert 0 < len(found.ranking) + len(found.final) < 60 and "prompts: " not in capsys.readouterr().out
 
+    def test_all_of_a_file_are_read_if_the_target_sampled_what_was_learnt(
+        self, shipped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """And the file has none of the prompts that the target sampled."""
+        self.own(shipped)
+        others = "".join(json.dumps({"prompt": f"Other {i}"}) + "\n" for i in range(12))
+        (tmp_path / "mine.jsonl").write_text(others)
+        found = self.measured_on(shipped, str(tmp_path / "mine.jsonl"))
+        assert (len(found.ranking), len(found.final), found.source) == (2, 10, "own")
+        assert (
+            f"prompts: 12 of {tmp_path / 'mine.jsonl'}, which the draft did not learn from" in capsys.readouterr().out
+        )
+        (tmp_path / "mine.jsonl").write_text((shipped / PROMPTS).read_text().splitlines()[0] + "\n" + others)
+        assert len(self.measured_on(shipped, str(tmp_path / "mine.jsonl")).final) < 5
+
     def test_a_folder_without_any_is_measured_on_the_shipped_ones(self, shipped: Path, monkeypatch: Any) -> None:
         monkeypatch.undo()
         assert self.measured_on(shipped).source == "shipped"
