@@ -44,7 +44,7 @@ SMALL = {
     "bench.parity_tokens=60 bench.minutes=0 bench.depths=[2]",
     "serve_check": "prompts=4 new_tokens=16 k=2",  # as the stand-in drafts
     "audit": "prompts=20 new_tokens=40",
-    "bench": "bench.minutes=0 bench.prompts=16 bench.new_tokens=8 bench.parity_tokens=60",
+    "bench": "bench.minutes=0 bench.prompts=32 bench.new_tokens=8 bench.parity_tokens=60",
 }
 
 

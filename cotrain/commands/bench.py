@@ -29,6 +29,7 @@ from cotrain.training.preconditions import fits, refuse_rounded, server, timed, 
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Metadata
 from inference.measure.environment import environment
+from inference.measure.timing import FEW
 from inference.models.quantisation import refuse_quantisation
 from inference.report import replay
 from inference.report.table import headline, table
@@ -117,9 +118,9 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
     plain, drafted = server("url", cfg.url, regime), server("url_draft", cfg.url_draft, regime)
     room = room_of(pair) - timed(size) if open_tokens else None
     given = prompts(cfg.data, size, pair.target, pair.tokenizer, room, Path(draft_path))
-    if 2 * max(cfg.concurrent) > (count := min(size.prompts, len(given.final))):
+    if (FEW - 1) * max(cfg.concurrent) >= (count := min(size.prompts, len(given.final))):
         raise UserError(
-            f"concurrent={cfg.concurrent}: {count} prompts are fewer than two batches of {max(cfg.concurrent)}, so "
+            f"concurrent={cfg.concurrent}: {count} prompts are fewer than {FEW} batches of {max(cfg.concurrent)}, so "
             "there would be no interval: raise bench.prompts=, give more prompts with data.path=, or lower concurrent="
         )
     with claim(cfg.output, cfg.overwrite, command="bench") as folder, user_errors():

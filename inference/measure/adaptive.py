@@ -40,7 +40,7 @@ class Wanted:
 @dataclass(frozen=True)
 class Reached:
     """What a timing has reached. within: distance between the value and the farther end of the 95 % interval, relative
-    to the value; None for one batch. wanted: the wanted distance, None for a fixed number of batches. enough: whether
+    to the value; None without one. wanted: the wanted distance, None for a fixed number of batches. enough: whether
     the wanted distance and number of batches were reached. batches: number of different batches that were timed. runs:
     number of times that a batch was timed, repeats included. seconds: wall seconds of the whole timing. others: mean
     number of cores that other processes used meanwhile, None if unknown. cores: number of cores that this process may
@@ -131,7 +131,7 @@ def reached_lines(reached: Reached) -> list[str]:
 
 def _interval_line(reached: Reached, wanted: float) -> str:
     near = (
-        "one batch has no interval"
+        "so few batches have no interval"
         if reached.within is None
         else f"the 95 % interval is within {100 * reached.within:.0f} % of the value"
     )

@@ -14,12 +14,13 @@ from inference.measure.arms import Arm, ArmResult
 from inference.output import Emitted, Stats, pooled
 from inference.sampling.noise import row_ids
 
+FEW = 4  # batches: a bootstrap over fewer is far too narrow
 RESAMPLES, LEVEL = 2000, 0.95
 Batch = tuple[list[list[int]], list[int]]  # prompts, and the keys of their noise
 
 
 class Interval(NamedTuple):
-    """A value and its 95 % bootstrap interval. For a single batch, low and high are nan."""
+    """A value and its 95 % bootstrap interval. For fewer than `FEW` batches, low and high are nan."""
 
     value: float
     low: float
@@ -28,14 +29,14 @@ class Interval(NamedTuple):
     @property
     def within(self) -> float:
         """Return the distance between the value and the farther end of the interval, relative to the value; infinite
-        for one batch."""
+        without an interval."""
         far = max(self.value - self.low, self.high - self.value) / self.value
         return far if far == far else float("inf")
 
     @property
     def faster(self) -> bool | None:
         """For a ratio of speeds: return True if the whole interval is above 1, False if it is below 1, None if it
-        contains 1 or there is only one batch. Pages and cards use this for what they state about a speed-up."""
+        contains 1 or there is none. Pages and cards use this for what they state about a speed-up."""
         return True if self.low > 1 else False if self.high < 1 else None
 
 
@@ -78,13 +79,14 @@ class Timing:
     def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return an arm's tokens per second, prefill included, with the 95 % percentile interval of a bootstrap over
         batches. resamples: how often the batches are drawn, with replacement. seed: of these draws. The interval is nan
-        for one batch."""
+        for fewer than `FEW` batches."""
         paid = self._paid(arm, False)  # (batches, 2)
         return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
-        decode: whether to leave the prefill out. The interval is nan for one batch.
+        decode: whether to leave the prefill out. The interval is nan for fewer than
+        `FEW` batches.
 
         Each of the `resamples` draws takes batches with replacement (all repeats of a batch together), and computes
         both arms' speeds from the same batches. seed: of these draws.
@@ -118,10 +120,10 @@ class Timing:
 
 def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
     """Return the value of `figure` for all batches, with its percentile bootstrap interval at `LEVEL`. The ends are nan
-    for fewer than two batches. figure: maps batch numbers (..., batches) to values (...). batches: how many there are.
-    resamples: how often they are drawn, with replacement."""
+    for fewer than `FEW` batches. figure: maps batch numbers (..., batches) to values (...). batches: how many there
+    are. resamples: how often they are drawn, with replacement."""
     value = float(figure(np.arange(batches)))
-    if batches < 2:
+    if batches < FEW:
         return Interval(value, float("nan"), float("nan"))
     drawn = np.random.default_rng(seed).integers(batches, size=(resamples, batches))
     low, high = np.quantile(figure(drawn), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

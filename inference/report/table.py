@@ -55,7 +55,7 @@ def headline(report: Mapping[str, Any]) -> str:
     speed = " ".join(filter(None, (*_whole(whole), f"the speed of {over} decoding")))
     speed += f" at temperature {report['settings']['sampling']['temperature']:g}, {_drafting(report)}"
     if low is None or high is None:
-        shown = "one batch, so no interval"
+        shown = "too few batches for an interval"
     else:
         shown = "faster" if low > 1 else "SLOWER" if high < 1 else "no speed-up is shown"
     return f"verdict: {shown}, {speed}; {verdict}"
@@ -126,7 +126,7 @@ def _words(speedup: Mapping[str, Any]) -> list[str]:
 
 def _range(interval: Mapping[str, float | None]) -> str:
     if interval["low"] is None:
-        return f"{interval['value']:.3f} (one batch: no interval)"
+        return f"{interval['value']:.3f} (no interval: too few batches)"
     return f"{interval['value']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
 
 

@@ -33,13 +33,13 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Fake
 
 def test_speeds_are_those_of_equal_texts_and_tau_is_the_servers(pair: tuple[FakeVLLM, FakeVLLM]) -> None:
     plain, drafted = pair
-    cells = measured(Client(plain.url), Client(drafted.url), PROMPTS, Sampling(), 4, [1, 2], (2.5, 2))
+    cells = measured(Client(plain.url), Client(drafted.url), PROMPTS * 2, Sampling(), 4, [1, 2], (2.5, 2))
     assert [cell.concurrent for cell in cells] == [1, 2]
     for cell in cells:
         assert 1 < cell.speedup.low <= cell.speedup.value
-        assert cell.tau == 2 and cell.tokens == 16 and cell.plain < cell.drafted
+        assert cell.tau == 2 and cell.tokens == 32 and cell.plain < cell.drafted
     # each number begins with a batch that is not recorded
-    assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 4 + 1 + 4 + 2
+    assert sorted(plain.asked) == sorted(drafted.asked) and len(plain.asked) == 8 + 1 + 8 + 2
     assert "1 at once: " in cells[0].line() and "tau 2.00, 2.50 on held-out texts with k=2" in cells[0].line()
     (cell,) = measured(Client(plain.url), Client(drafted.url), PROMPTS[:2], Sampling(), 2, [1], (2.5, 3))
     assert cell.predicted is None and "held-out" not in cell.line()  # the server drafts two tokens a round
@@ -86,7 +86,7 @@ def test_the_command_measures_on_prompts_of_the_draft(
     plain, drafted = pair
     target = target_folder(tmp_path / "target", layers=1)
     folder = draft_folder(tmp_path / "run" / "draft", target, "independent")
-    given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=4"]
+    given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=8"]
     given += ["bench.prompt_tokens=4", "bench.new_tokens=2", "concurrent=[2]"]
     assert main([*given, f"url={plain.url}"]) == 1
     assert "url=, url_draft=: set both" in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_the_command_measures_on_prompts_of_the_draft(
         assert {body["temperature"] for body in plain.requests} == {0.5}
     assert not seeds[0] & seeds[1]
     (cell,) = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
-    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] == [2.25, 2] and cell["tokens"] == 8
+    assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] == [2.25, 2] and cell["tokens"] == 16
 
 
 def test_what_held_out_texts_foretold_is_read_from_the_run(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.Captu
         (0.9, 1.6, True, "verdict: no speed-up is shown, 1.40x"),
         (0.5, 0.9, True, "verdict: SLOWER, 1.40x"),
         (1.2, 1.6, False, "; NOT EXACT: do not serve it"),
-        (None, None, None, "verdict: one batch, so no interval, 1.40x the speed of plain decoding"),
+        (None, None, None, "verdict: too few batches for an interval, 1.40x the speed of plain decoding"),
     ],
 )
 def test_the_verdict_is_one_line(low: float | None, high: float | None, passed: bool | None, said: str) -> None:

@@ -43,7 +43,7 @@ def alternating(seconds: list[float]) -> list[Arm]:
     ("prompts", "seconds", "until", "least", "batches", "enough"),
     [
         (40, [1.0], 1e9, 2, 8, True),
-        (3, [1.0], 1e9, 2, 8, False),  # as near as asked for, over three batches alone
+        (5, [1.0], 1e9, 2, 8, False),  # as near as asked for, over five batches alone
         (40, [1.0], 5.0, 2, 5, False),  # and over five, since time was over
         (40, [1.0], 9.5, 12, 9, False),  # and over nine of the twelve that were asked for
         (40, [0.5, 1.5, 0.7], 30.0, 2, 30, False),

@@ -53,15 +53,21 @@ def test_ratio_is_of_sums_and_its_interval_is_paired():
     drift = np.random.default_rng(0).uniform(1, 100, 20)  # of the machine, the same for both arms
     paired = timing(drift, 2 * drift).ratio("a", "b")
     assert paired == pytest.approx((2, 2, 2))
-    uneven = timing([1, 10], [4, 10])
+    uneven = timing([1, 10] * 2, [4, 10] * 2)
     assert uneven.ratio("a", "b").value == pytest.approx(14 / 11)  # a mean of ratios would say 2.5
     assert uneven.ratio("a", "b") == uneven.ratio("a", "b")
 
 
 def test_a_speed_has_an_interval_of_its_own():
-    speed = timing([1, 2, 4], [1, 1, 1]).speed_interval("a")
-    assert speed.value == pytest.approx(24 / 7) and 2 <= speed.low < speed.value < speed.high <= 8
-    assert timing([2, 2], [1, 1]).speed_interval("a") == pytest.approx((4, 4, 4))
+    speed = timing([1, 2, 4, 1], [1] * 4).speed_interval("a")
+    assert speed.value == pytest.approx(4) and 2 <= speed.low < speed.value < speed.high <= 8
+    assert timing([2] * 4, [1] * 4).speed_interval("a") == pytest.approx((4, 4, 4))
+
+
+def test_three_batches_have_no_interval():
+    """A bootstrap over two or three is far too narrow: 2.5 [1.02, 3.44] was found where the draft loses."""
+    few = timing([1, 2, 3], [2, 3, 4]).ratio("a", "b")
+    assert few.value > 1 and math.isnan(few.low) and few.faster is None
 
 
 def test_one_batch_has_no_interval_and_repeats_do_not_make_one():
