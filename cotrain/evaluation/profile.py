@@ -104,7 +104,7 @@ def profile_line(temperature: float, profile: dict[str, Any]) -> str:
     best = max(by, key=by.__getitem__)
     own = by[f"{temperature:g}"]
     ends = ", ".join(f"{alpha:.3f} at {span}" for span, alpha in [*contexts[:1], *contexts[-1:]])
-    drafted = f"acceptance {own:.3f} if the draft has that temperature, {by[best]:.3f} at its best one, {best}"
+    drafted = f"acceptance {own:.3f} with the draft at the same one, {by[best]:.3f} with the draft at {best}, the best"
     return f"target at temperature {temperature:g}: {drafted}; by tokens of context {ends}"
 
 
