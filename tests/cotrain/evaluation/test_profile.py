@@ -56,8 +56,9 @@ def test_alpha_over_both_temperatures_is_the_overlap_of_the_distributions_served
 
 def test_the_line_names_the_best_temperature() -> None:
     one = {"by_draft_temperature": {"0.5": 0.7, "1": 0.6}, "by_context": {"1-1": 0.5, "2-3": 0.65}}
-    wanted = "target at temperature 1: acceptance 0.600 with the draft at the same one, 0.700 with the draft at 0.5, the best; "
-    assert profile_line(1.0, one) == wanted + "by tokens of context 0.500 at 1-1, 0.650 at 2-3"
+    wanted = "acceptance 0.600 with the draft at the same one, 0.700 with the draft at 0.5, the best; "
+    wanted += "by tokens of context 0.500 at 1-1, 0.650 at 2-3"
+    assert profile_line(1.0, one) == f"target at temperature 1: {wanted}"
 
 
 def test_surprise_is_a_mean_over_possible_tokens() -> None:
