@@ -354,10 +354,7 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
         (["train", "loss.switch=200"], "loss.switch=200: it must be from 0 to 1"),
         (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
-        (
-            ["rollout", "rollout.temperatures=[1]"],
-            "rollout.temperatures=[1]: the setting has no effect here: cotrain rollout",
-        ),
+        (["rollout", "rollout.temperatures=[1]"], "rollout.temperatures=[1]: the setting has no effect here: cotrain"),
         (["teacher", "target.device_map=auto"], "target.device_map=auto: the setting has no effect here: this command"),
         (
             ["datastore", "target.device_map=auto"],
