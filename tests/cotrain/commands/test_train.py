@@ -544,7 +544,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
 ) -> None:
     learnt_from: list[Texts] = []
     parts = fit.parts
-    monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
+    monkeypatch.setattr(fit, "parts", lambda job: (learnt_from.extend(parts(job)), tuple(learnt_from))[1])
     assert job(chatting, "run", "overwrite=true", "measure=false", *ONE_STEP) == 0
     learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
     assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}
