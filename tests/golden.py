@@ -59,7 +59,7 @@ LOSSES = ("tv", "nla", "lk", "greedy", "greedy_draft", "calls", "calls_block", "
 TRAINED = {f"train {kind}": f"train draft={kind} {MODELS.get(kind, '')} trainer.steps=8" for kind in KINDS}
 TRAINED |= {f"loss {loss}": f"train init.layers=[0] loss={loss} trainer.steps=4" for loss in LOSSES}
 TRAINED |= {
-    "train rounds": "train init.layers=[0] rollout.rounds=2 trainer.steps=8 trainer.accumulate=2 trainer.ema=0.5",
+    "train averaged": "train init.layers=[0] trainer.steps=8 trainer.accumulate=2 trainer.ema=0.5",
     "train muon": "train optimizer=muon trainer.steps=4 regime=nucleus init=scratch "
     "draft.width=64 draft.layers=1 draft.intermediate=64",
     "train int8": "train init.layers=[0] quantisation=int8 trainer.steps=4 rollout.train_temperatures=[0.5,1]",

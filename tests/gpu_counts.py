@@ -41,7 +41,7 @@ from cotrain.teacher.target_model import served
 from cotrain.training.assembly import trained_by
 from cotrain.training.callbacks import Averaged, Learning, StandingWeights
 from cotrain.training.deadline import Deadline
-from cotrain.training.fit import TrainingPhase, _loader, _points, _trainer
+from cotrain.training.fit import _loader, _points, _trainer
 from cotrain.training.interrupts import Signals
 from cotrain.training.progress import Clock
 from inference import Engine, Sampling
@@ -195,9 +195,8 @@ class Training:
         self.module = trained_by(job, student, held)
         clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
         own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
-        phase = TrainingPhase(0, 0, STEPS)
-        self.trainer = _trainer(job, [*own, *callbacks], phase, STEPS + 1, clock.progress, 0)
-        self.loader = _loader(cfg.trainer, phase, 0, none(), texts, self.trainer)
+        self.trainer = _trainer(job, [*own, *callbacks], STEPS + 1, clock.progress, 0)
+        self.loader = _loader(cfg.trainer, 0, none(), texts, self.trainer)
 
 
 @contextmanager

@@ -46,7 +46,6 @@ SHOWN = (
     "trainer.ema",
     "trainer.seed",
     "rollout.texts",
-    "rollout.rounds",
     "regime.temperature",
     "regime.top_k",
     "regime.top_p",

@@ -5,16 +5,15 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-SERVING, TRAINING, DEPTH, HELD_OUT, DOMAINS, TIMED, ROLLOUT, TEXT, FINAL = (
+SERVING, TRAINING, DEPTH, HELD_OUT, DOMAINS, TIMED, TEXT, FINAL = (
     "1_serving",
     "2_training",
     "3_depth",
     "4_held_out",
     "5_domains",
     "6_timed",
-    "7_rollout",
-    "8_text",
-    "9_final",
+    "7_text",
+    "8_final",
 )
 CURVES = "tensorboard"  # a folder in the run's folder; it contains a folder with the run's name
 ACCEPTANCE, TAU, SPEEDUP = f"{SERVING}/acceptance", f"{SERVING}/tau", f"{SERVING}/speedup"

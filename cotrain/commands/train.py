@@ -69,7 +69,7 @@ def run(cfg: TrainConfig) -> float | None:
                 sources = _checked(cfg).sources
             work(cfg, Path(cfg.output), deadline, sources)
         return None
-    kinds = partial(change, rounds=cfg.rollout.rounds, draft=type(cfg.draft))
+    kinds = partial(change, draft=type(cfg.draft))
     state = refuse_folder(cfg.output, cfg.overwrite, settings, kinds)
     damage = _damage(cfg) if state == "finished" else ""
     done = state == "finished" and not damage and not cfg.check

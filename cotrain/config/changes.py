@@ -12,23 +12,20 @@ FREE = marked(TrainConfig, Mark.FREE)
 BUDGETS = marked(TrainConfig, Mark.LONGER)
 
 
-def change(key: str, old: Any, new: Any, rounds: int = 1, draft: type[Settings] | None = None) -> Change:
+def change(key: str, old: Any, new: Any, draft: type[Settings] | None = None) -> Change:
     """Return what a changed setting means when a run is resumed.
 
     "same": both values mean the same, or no code reads the setting. "free": the run's weights do not depend on it.
     "longer": the training gets longer. "other": the new settings make another run.
 
     key: the setting's dotted key. old, new: its values in the stored run and now; a budget is a number, or None for no
-    limit. rounds: the value of rollout.rounds. draft: the class of the draft's settings; None for a command without a
-    draft.
+    limit. draft: the class of the draft's settings; None for a command without a draft.
     """
     group, _, name = key.partition(".")
     lacking = group == "draft" and draft is not None and name not in draft.model_fields
     unknown = key == "target.weights" and None in (old, new)  # of an earlier version, or not on this machine
     if lacking or unknown or key == "init.cosine" or (key, old, new) == ("data.column", "text", None):
         return "same"
-    if rounds > 1 and key in {"trainer.validations", *BUDGETS}:  # they decide which texts a step learns from
-        return "other"
     if key == "measure":  # a finished training is measured when it is asked for
         return "longer" if new else "free"
     if key in FREE or group in FREE:

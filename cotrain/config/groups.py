@@ -291,8 +291,6 @@ class Rollout(Settings):
     temperature."""
     rows: TrainingSize = 32
     """Prompts that are continued at once."""
-    rounds: TrainingSize = 1
-    """In how many parts training texts are sampled; after the first, the draft in training speeds it up."""
     seed: int = 1
     """The seed of the choice of prompts and of the sampled texts."""
     url: Annotated[Text, Mark.TRAINING] = None
@@ -306,7 +304,7 @@ class Rollout(Settings):
         {}. command: the class of its settings."""
         why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave out this setting"
         trains = "trainer" in command.model_fields
-        return {} if trains else dict.fromkeys(("temperatures", "train_temperatures", "rounds"), why)
+        return {} if trains else dict.fromkeys(("temperatures", "train_temperatures"), why)
 
 
 class Joint(Settings):

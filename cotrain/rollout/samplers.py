@@ -2,8 +2,8 @@
 
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,33 +75,6 @@ class Own:
         for message in filter(None, out.errors):  # else the part before the error would pass for a whole text
             raise UserError(f"the target cannot continue a prompt, {message}")
         return out.tokens
-
-
-@dataclass
-class Faster:
-    """Uses the fastest of several samplers with the same distribution.
-
-    Each sampler continues one batch to warm up, then one batch that is timed. All later batches go to the fastest.
-    samplers: sampler by name. speeds: by name, the tokens per second of the sampler's last batch; 0 after its first.
-    """
-
-    samplers: Mapping[str, Sampler]
-    speeds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def rows(self) -> int:
-        return min(sampler.rows for sampler in self.samplers.values())
-
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
-        name = next((one for one in self.samplers if self.speeds.get(one, 0.0) <= 0.0), None)
-        name = name or max(self.speeds, key=self.speeds.__getitem__)
-        clock = time.perf_counter()
-        completions = self.samplers[name](prompts, sampling, new_tokens, seed, keys)
-        speed = sum(map(len, completions)) / (time.perf_counter() - clock)
-        self.speeds[name] = speed if name in self.speeds else 0.0  # the first batch warms up
-        return completions
 
 
 @dataclass(frozen=True)

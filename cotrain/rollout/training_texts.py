@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import datasets
 import torch
@@ -58,14 +58,6 @@ FEATURES = datasets.Features(
 )
 
 
-class Share(NamedTuple):
-    """Every `of`-th text of a set, beginning with text `place` (0-based): one of `of` equal parts."""
-
-    place: int
-    of: int
-
-
-WHOLE = Share(0, 1)
 RESULTS = {"rows", "tokens", "prompts", "sha256"}  # in a manifest: what a set came to
 
 
@@ -148,52 +140,39 @@ class Sampled:
     minutes: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def texts(
-        self,
-        kind: str,
-        sampling: Sampling,
-        source: Callable[[], HasPrompts],
-        say: Say | None = None,
-        part: Share = WHOLE,
-    ) -> Texts:
+    def texts(self, kind: str, sampling: Sampling, source: Callable[[], HasPrompts], say: Say | None = None) -> Texts:
         """Return the texts of a regime, stored ones if they fit the settings, otherwise new ones, which are stored too.
 
         sampling: the regime. source: a function that returns the prompts, called only if texts must be sampled. say:
-        receives each line of progress; None: lines are printed. part: which share of the prompts. Raises UserError if
-        all new texts are empty, and ValueError if a stored file is broken.
+        receives each line of progress; None: lines are printed. Raises UserError if all new texts are empty, and
+        ValueError if a stored file is broken.
         """
         for place in (folder("data") / "rollouts", self.folder):
-            path = place / name(kind, sampling, part)
-            if self._fits(path, kind, sampling, part):
+            path = place / name(kind, sampling)
+            if self._fits(path, kind, sampling):
                 return padded(read_rows(path), start_of(self.target))
-        if other := self._apart(self.folder / name(kind, sampling, part), kind, sampling, part):
+        if other := self._apart(self.folder / name(kind, sampling), kind, sampling):
             (say or print)(f"new texts are sampled, since the stored ones do not fit: {other}")
-        return padded(read_rows(self.sample(kind, sampling, source(), say, part)), start_of(self.target))
+        return padded(read_rows(self.sample(kind, sampling, source(), say)), start_of(self.target))
 
     def sample(
-        self,
-        kind: str,
-        sampling: Sampling,
-        source: HasPrompts,
-        say: Say | None = None,
-        part: Share = WHOLE,
-        keep: bool = False,
+        self, kind: str, sampling: Sampling, source: HasPrompts, say: Say | None = None, keep: bool = False
     ) -> Path:
         """Sample a set, store it as path.parquet and path.json, and return the path without an extension. If a call is
         interrupted, the next call continues.
 
         sampling: the regime. source: has the prompts. say: receives each line of progress; None: lines are printed.
-        part: which share of the prompts. keep: True to use a stored set of the same settings instead, and to rename a
-        stored set of other settings instead of replacing it.
+        keep: True to use a stored set of the same settings instead, and to rename a stored set of other settings
+        instead of replacing it.
 
         Only the first of several processes samples; the others wait for the file. Raises UserError if all texts are
         empty.
         """
-        path, wanted = self.folder / name(kind, sampling, part), self._manifest(kind, sampling, part)
+        path, wanted = self.folder / name(kind, sampling), self._manifest(kind, sampling)
         if rank():
-            awaited(lambda: self._fits(path, kind, sampling, part), "the process that samples texts")
+            awaited(lambda: self._fits(path, kind, sampling), "the process that samples texts")
             return path
-        if keep and self._fits(path, kind, sampling, part):
+        if keep and self._fits(path, kind, sampling):
             read_rows(path)  # which says if it is broken
             print(f"{beside(path, 'parquet')} has these texts already: nothing is sampled")
             return path
@@ -204,18 +183,17 @@ class Sampled:
                 f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are only {len(asked)} "
                 "prompts, and each is continued once"
             )
-        mine: Sequence[int] = range(part.place, len(asked), part.of)  # of every domain
-        if self.minutes:  # which may end the sampling: some of each domain first
-            mine = _in_turn([asked[i][0] for i in mine], mine)
+        # a time limit may end the sampling: some of each domain come first
+        order = _in_turn([domain for domain, _ in asked]) if self.minutes else range(len(asked))
         rows = samplers.collect(
             self._sampler(),
-            [asked[i] for i in mine],
+            [asked[i] for i in order],
             sampling,
             self.ask.new_tokens,
             self.seed,
             partial,
             say,
-            mine,
+            order,
             self.seconds.get(kind),
         )
         sampled, rows = len(rows), [row for row in rows if row["completion"]]
@@ -248,7 +226,7 @@ class Sampled:
                 beside(path, ending).rename(beside(earlier, ending))
             whose = "of other settings" if "json" in there else "without a .json, which says what they are,"
             print(f"the texts {whose} that {path} had are kept as {beside(earlier, 'parquet')}")
-        save_rows(rows, path, wanted if sampled < len(mine) else _whole(wanted))
+        save_rows(rows, path, wanted if sampled < len(asked) else _whole(wanted))
         partial.unlink()
         return path
 
@@ -263,7 +241,7 @@ class Sampled:
     def _target(self) -> Mapping[str, Any]:
         return self.identity or identity(self.target, self.tokenizer)
 
-    def _manifest(self, kind: str, sampling: Sampling, part: Share) -> dict[str, object]:
+    def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
         manifest = (
             {
                 "kind": kind,
@@ -277,23 +255,22 @@ class Sampled:
             }
             | ({"minutes": self.minutes} if self.minutes else {})
             | ({"server": self.server} if self.server else {})
-            | ({"part": list(part)} if part.of > 1 else {})
         )
         return dict(json.loads(json.dumps(manifest)))  # as it is read back
 
-    def _fits(self, path: Path, kind: str, sampling: Sampling, part: Share) -> bool:
+    def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
         """Return whether the set at `path` (without an extension) was sampled from this target, in this regime, from
-        this part of these prompts."""
-        stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling, part)
+        these prompts."""
+        stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling)
         return stored is not None and stored in (wanted, _whole(wanted))
 
-    def _apart(self, path: Path, kind: str, sampling: Sampling, part: Share) -> str | None:
+    def _apart(self, path: Path, kind: str, sampling: Sampling) -> str | None:
         """Return text that says how a stored set differs from the wanted one; None if no set is stored at `path`
         (without an extension)."""
         stored = _origin(read_manifest(path))
         if stored is None:
             return None
-        return f"{beside(path, 'parquet')}: {said_differences(stored, self._manifest(kind, sampling, part))}"
+        return f"{beside(path, 'parquet')}: {said_differences(stored, self._manifest(kind, sampling))}"
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -302,11 +279,11 @@ def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in manifest.items() if key != "minutes"}
 
 
-def _in_turn(domains: Sequence[str], places: Sequence[int]) -> list[int]:
-    """Return `places` with their domains in turn: the first of each domain, then the second of each, and so on."""
+def _in_turn(domains: Sequence[str]) -> list[int]:
+    """Return the indices of `domains` in turn: the first of each domain, then the second of each, and so on."""
     count: Counter[str] = Counter()
     turns = []
-    for domain, place in zip(domains, places, strict=True):
+    for place, domain in enumerate(domains):
         turns.append((count[domain], place))
         count[domain] += 1
     return [place for _, place in sorted(turns)]
@@ -327,11 +304,10 @@ def regime(sampling: Sampling) -> dict[str, float]:
     return {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
 
 
-def name(kind: str, sampling: Sampling, part: Share = WHOLE) -> str:
-    """Return the file name of a set, without an extension, for example train_T1, held_out_T0.5_p0.9, train_T1_2of3.
-    kind: "train" or "held_out". sampling: the regime. part: which share of the prompts."""
+def name(kind: str, sampling: Sampling) -> str:
+    """Return the file name of a set, without an extension, for example train_T1 or held_out_T0.5_p0.9.
+    kind: "train" or "held_out". sampling: the regime."""
     cuts = [f"_k{sampling.top_k}"] * (sampling.top_k > 0) + [f"_p{sampling.top_p:g}"] * (sampling.top_p < 1)
-    cuts += [f"_{part.place + 1}of{part.of}"] * (part.of > 1)
     return f"{kind}_T{sampling.temperature:g}" + "".join(cuts)
 
 

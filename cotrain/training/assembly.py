@@ -14,8 +14,6 @@ from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.ranks import rank
-from cotrain.rollout.samplers import Sampler
-from cotrain.rollout.training_texts import Share
 from cotrain.students.base import Student, student_class
 from cotrain.students.transplant import transplanted
 from cotrain.teacher.server_states import COMPARED, ServerReader, agreement
@@ -64,7 +62,7 @@ def prune(job: Job, student: Student, held: HeldOut) -> None:
     texts. Print which share of the held-out texts they cover. A draft that begins with a folder with a pruned
     vocabulary keeps that one. held: the held-out texts."""
     if job.cfg.draft.vocabulary and (job.cfg.init.kind != "pretrained" or student.undecided):
-        learnt = parts(job, 1)[1]
+        learnt = parts(job)[1]
         tokens = learnt.ids[:, 1:][learnt.predicted].long()
         student.know(torch.bincount(tokens, minlength=job.vocabulary))
     if not bool(student.known.all()):
@@ -82,24 +80,14 @@ def coverage(held: HeldOut, known: torch.Tensor) -> float:
 # --- texts
 
 
-def parts(job: Job, rounds: int, by: Sampler | None = None) -> tuple[Texts, Texts]:
+def parts(job: Job) -> tuple[Texts, Texts]:
     """Return two sets of training texts: the user's, for the first trainer.corpus_steps steps (no texts if that is 0),
-    and the target's.
-
-    rounds: how many of the rollout.rounds= samplings to include, beginning with the first. Each sampling has texts at
-    every temperature to learn. by: the sampler for texts that are not on disk; None: the target without a draft, or the
-    server rollout.url=.
-    """
+    and the target's, at every temperature to learn."""
     cfg = job.cfg
     given = cfg.draft.temperatures or [cfg.regime.temperature]
     corpus = job.given("train").in_turn(given) if cfg.trainer.corpus_steps else none()
-    sampled = [_sampled(job, i, t, by).at(t, whole=not job.chats) for i in range(rounds) for t in learnt(cfg)]
+    sampled = [shared_texts(job.texts("train", t), shares_of(cfg)).at(t, whole=not job.chats) for t in learnt(cfg)]
     return corpus, joined_texts(sampled)
-
-
-def _sampled(job: Job, i: int, temperature: float, by: Sampler | None = None) -> Texts:
-    texts = job.texts("train", temperature, Share(i, job.cfg.rollout.rounds), by)
-    return shared_texts(texts, shares_of(job.cfg))
 
 
 def shares_of(cfg: TrainConfig) -> dict[str, float]:

@@ -1,32 +1,26 @@
-"""Training in phases. Each phase adds the texts of one more sampling. A later call resumes from the last checkpoint."""
+"""The training of a draft. A later call resumes from the last checkpoint."""
 
 import json
-import math
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
-from transformers import PreTrainedModel
 
-from cotrain.board import tags
-from cotrain.board.curves import log, tensorboard
+from cotrain.board.curves import tensorboard
 from cotrain.config.groups import OF_PATH
 from cotrain.config.groups import Trainer as TrainerSettings
-from cotrain.config.settings import TrainConfig
 from cotrain.console import Display
 from cotrain.data.texts import Curriculum, Learnt, Strided, Texts
 from cotrain.errors import NotFinite, UserError
 from cotrain.evaluation.comparison import at_start, own_acceptance, per_text
 from cotrain.ranks import rank
-from cotrain.rollout.samplers import Faster, Own
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import (
@@ -55,96 +49,43 @@ SHOWN = 12  # number of tokens that an error shows of a text
 VALIDATION = [0]  # one batch: a validation evaluates the module's own texts, see `Distillation.judge`
 
 
-@dataclass(frozen=True)
-class TrainingPhase:
-    """The training steps from `first` to `last` - 1 (0-based). They learn from the texts of samplings 0 .. index."""
-
-    index: int
-    first: int
-    last: int
-
-
-class End(NamedTuple):
-    """The end of a training phase. step: its last step. early: whether patience or a time limit ended the training, in
-    this call or an earlier one."""
-
-    step: int
-    early: bool
-
-
-def phases_of(cfg: TrainConfig, every: int) -> list[TrainingPhase]:
-    """Return the phases of the training, one for each of the rollout.rounds= samplings. Each ends at a validation.
-    every: the number of steps between validations.
-
-    Raises ValueError for more rollout.rounds than validations, and for several rounds if this engine does not sample
-    the texts.
-    """
-    rounds, steps = cfg.rollout.rounds, cfg.trainer.steps
-    count = math.ceil(steps / every)
-    if not 1 <= rounds <= count:
-        raise ValueError(
-            f"rollout.rounds={rounds}: each round ends at a validation, and there are {count}: set rollout.rounds= "
-            f"from 1 to {count}, or raise trainer.validations="
-        )
-    if rounds > 1 and (cfg.rollout.url or cfg.data.on_target):
-        raise ValueError(
-            f"rollout.rounds={rounds}: this engine samples no texts with rollout.url= or data.on_target=true: set "
-            "rollout.rounds=1"
-        )
-    ends = [min(every * math.ceil(count * (i + 1) / rounds), steps) for i in range(rounds)]
-    return [TrainingPhase(i, first, last) for i, (first, last) in enumerate(zip([0, *ends], ends, strict=False))]
-
-
 def fit(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
     """Train the module's draft, in place, and return the number of steps after which the training ended.
 
     Acceptance is computed, and `speed` measures (None: nothing is measured), before the first step, at every validation
     and after the last step. Each validation saves a checkpoint with its figures, from which a later call resumes. The
-    draft is left in eval mode on the target's device. Raises Interrupted if a signal ends the run, ValueError as
-    `phases_of` does, and UserError for a loss that is not finite or a damaged checkpoint.
+    draft is left in eval mode on the target's device. Raises Interrupted if a signal ends the run, and UserError for a
+    loss that is not finite or a damaged checkpoint.
     """
-    every = max(job.cfg.trainer.steps // max(job.cfg.trainer.validations, 1), 1)
-    end = End(0, False)
-    for phase in phases_of(job.cfg, every):
-        end = _train_phase(job, module, speed, phase, every)
-        if end.early:
-            break
+    step = _train(job, module, speed)
     if not module.judged:  # an earlier call did all steps, but wrote no report
         with as_served(job, module):
             module.judge()
             if speed and not speed.checkpoints and not rank():  # it trained with measure=false
-                speed.save(module.draft, end.step)
-                speed.add(end.step, speed.measure(module.draft)["speedup"])
-    return end.step
+                speed.save(module.draft, step)
+                speed.add(step, speed.measure(module.draft)["speedup"])
+    return step
 
 
-def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, phase: TrainingPhase, every: int) -> End:
-    """Sample the texts of a phase and train until its last step. Return the step at which the training ended. every:
-    the number of steps between validations. Raises Interrupted if a signal ends the run, and UserError for a loss that
-    is not finite."""
+def _train(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
+    """Sample the texts and train until the last step. Return the step at which the training ended. Raises Interrupted
+    if a signal ends the run, and UserError for a loss that is not finite."""
     cfg, last, progress = job.cfg.trainer, job.folder / CHECKPOINT, module.progress
     assert progress is not None
     saved: dict[str, Any] = read_saved(last) if last.exists() else {"global_step": 0}
     done = saved["global_step"]
     averaged = [Averaged(cfg.ema)] if cfg.ema else []
     if _ended(saved, job, module, progress, speed, averaged):
-        return End(done, True)
-    if done >= phase.last < cfg.steps:
-        return End(done, False)
-    if phase.first < done < cfg.steps and not rank():
+        return done
+    if 0 < done < cfg.steps and not rank():
         print(f"the training goes on from step {done} of {cfg.steps}, which is saved in {last}")
     clock, rounded = Clock(progress, cfg.validations), _rounded(job)
     points = _points(job, module, clock, [*averaged, *rounded])
     callbacks = [*averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
-    trainer = _trainer(job, [speed, *callbacks] if speed else callbacks, phase, every, progress, done)
-    sampler: Faster | None = None  # None: the target alone samples the phase's texts
-    if phase.index and done == phase.first:  # otherwise an earlier call has sampled its texts
-        module.load_state_dict(saved["state_dict"])  # the weights that sample, also in a resumed run
-        sampler = swapped(job, module.to(job.target.device).draft)
+    every = max(cfg.steps // max(cfg.validations, 1), 1)  # steps between validations
+    trainer = _trainer(job, [speed, *callbacks] if speed else callbacks, every, progress, done)
     del saved  # frees memory: the trainer reads the file again
-    corpus, sampled = parts(job, phase.index + 1, sampler)
-    if sampler:
-        log(trainer, {f"{tags.ROLLOUT}/{name}": rate for name, rate in sampler.speeds.items()}, phase.first)
+    corpus, sampled = parts(job)
     began = time.monotonic()
     if not done:
         _judge_start(job, module, trainer)
@@ -152,7 +93,7 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
     _remember(job, module, corpus, sampled)
     if not done:
         _set_budget(job, clock, trainer, module.seconds, measuring)
-    texts = _loader(cfg, phase, done, corpus, sampled, trainer)
+    texts = _loader(cfg, done, corpus, sampled, trainer)
     if job.cfg.teacher.urls:
         texts = Ahead(texts, module.teacher.begin)
     try:
@@ -172,7 +113,7 @@ def _train_phase(job: Job, module: Distillation, speed: MeasureSpeed | None, pha
         trainer.validate(module, VALIDATION, verbose=False)
     module.assemble()
     module.to(job.target.device).eval()  # the trainer leaves it on the CPU
-    return End(trainer.global_step, bool(trainer.should_stop))
+    return trainer.global_step
 
 
 def _judge_start(job: Job, module: Distillation, trainer: lightning.Trainer) -> None:
@@ -220,9 +161,7 @@ def _points(job: Job, module: Distillation, clock: Clock, swaps: list[SwapWeight
     return HeldOutPoints(part, clock, swaps, cfg.policy.k, objective(cfg.objective), cfg.verify)
 
 
-def _trainer(
-    job: Job, extra: list[Callback], phase: TrainingPhase, every: int, progress: Progress, done: int
-) -> lightning.Trainer:
+def _trainer(job: Job, extra: list[Callback], every: int, progress: Progress, done: int) -> lightning.Trainer:
     cfg, last = job.cfg.trainer, job.folder / CHECKPOINT
     again = done + 1 if done else None  # steps after the checkpoint are logged again
     return lightning.Trainer(
@@ -234,7 +173,7 @@ def _trainer(
         precision=cast(Any, precision(cfg.precision, job.target.device.type)),
         accumulate_grad_batches=cfg.accumulate,
         use_distributed_sampler=False,
-        max_steps=phase.last,
+        max_steps=cfg.steps,
         max_epochs=-1,
         gradient_clip_val=cfg.clip,
         check_val_every_n_epoch=None,
@@ -262,14 +201,6 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
         return cfg.strategy
     parts = cfg.devices * cfg.nodes
     return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
-
-
-def swapped(job: Job, draft: PreTrainedModel) -> Faster:
-    """Return the sampler for the texts of a later phase: the target with the current draft, or the target alone if it
-    is faster here (many rows on few cores). Both give the target's distribution."""
-    k, rows, plan = job.cfg.policy.k, job.cfg.rollout.rows, job.plan(draft)
-    assert k is not None
-    return Faster({"plain": Own(plan.plain(rows)), "with the draft": Own(plan.engine(k, rows))})
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
@@ -314,13 +245,12 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
 
 
 def _loader(
-    cfg: TrainerSettings, phase: TrainingPhase, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
+    cfg: TrainerSettings, done: int, corpus: Texts, sampled: Texts, trainer: lightning.Trainer
 ) -> Iterable[dict[str, Any]]:
-    """Return this process's batches of a phase, without those of the first `done` steps of the training. corpus,
-    sampled: the training texts, the user's for the first trainer.corpus_steps steps and the target's."""
+    """Return this process's batches, without those of the first `done` steps. corpus, sampled: the training texts, the
+    user's for the first trainer.corpus_steps steps and the target's."""
     world, texts = trainer.world_size, cfg.batch * cfg.accumulate  # texts of a step
-    before = max(cfg.corpus_steps - phase.first, 0) * texts
-    order = Curriculum((len(corpus), len(sampled)), before, cfg.seed + phase.index, (done - phase.first) * texts)
+    order = Curriculum((len(corpus), len(sampled)), cfg.corpus_steps * texts, cfg.seed, done * texts)
     mine = Strided(order, trainer.global_rank, world)
     sets = [Learnt(corpus), Learnt(sampled, first=len(corpus))]
     pinned = trainer.strategy.root_device.type == "cuda"  # copies of other memory are waited for

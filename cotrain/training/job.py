@@ -28,7 +28,7 @@ from cotrain.data.texts import Texts, of_blocks
 from cotrain.errors import UserError
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import WHOLE, SamePrompts, Sampled, Share, logged, start_of
+from cotrain.rollout.training_texts import SamePrompts, Sampled, logged, start_of
 from cotrain.students.base import LAST
 from cotrain.teacher.server_states import load_ends, served_elsewhere
 from cotrain.teacher.servers import servers_at
@@ -110,17 +110,15 @@ class Job:
         maker = self.identity | {"dtype": str(self.target.dtype)}
         return DiskCache(live, Path(self.cfg.trainer.cache), maker, (LAST, *self.reads))
 
-    def sampled(self, by: Sampler | None = None) -> Sampled:
-        """Return the texts that the target samples. Those that are not on disk are sampled when they are first used.
-        by: their sampler; None: the target without a draft, or the server rollout.url=."""
+    def sampled(self) -> Sampled:
+        """Return the texts that the target samples. Those that are not on disk are sampled when they are first used."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
-        texts = replace(
+        return replace(
             sampled_texts(self.cfg, self.target, self.tokenizer, folder),
             identity=self.identity,
             minutes=self.cfg.minutes,
             seconds=self.deadline.sampling(self.cfg),
         )
-        return texts if by is None else replace(texts, by=lambda: by)
 
     def source(self, split: str) -> Source:
         """Return the prompts or documents of a split ("train", "held_out" or "final"). Training and held-out ones are
@@ -155,8 +153,7 @@ class Job:
         if self.cfg.data.path:
             own, ranking, final = (self.source(split).several(ask.prompt_tokens, ask.seed) for split in SPLITS)
             return apart(ranking, final, own, "own")
-        first = Share(0, ask.rounds)  # later rounds draw prompts from the same source
-        texts = self.texts("train", learnt(self.cfg)[0], first), self.texts("held_out", self.cfg.regime.temperature)
+        texts = self.texts("train", learnt(self.cfg)[0]), self.texts("held_out", self.cfg.regime.temperature)
         encoder = self.target.config.is_encoder_decoder
         ranking, final = shipped_ids(self.tokenizer, self.cfg.bench.prompt_tokens, encoder)
         return apart(ranking, final, [prompt for part in texts for prompt in part.prompts], "shipped")
@@ -172,23 +169,19 @@ class Job:
             )
         return self.texts_given[split]
 
-    def texts(self, split: str, temperature: float, part: Share = WHOLE, by: Sampler | None = None) -> Texts:
+    def texts(self, split: str, temperature: float) -> Texts:
         """Return texts for a split ("train" or "held_out") at a temperature. They are the user's own if
-        data.on_target=true, `chats` is True and the temperature is the regime's; otherwise the target samples them.
-
-        part: which of the rollout.rounds= parts of the prompts. by: the sampler for texts that are not on disk; None:
-        the target without a draft, or the server rollout.url=.
-        """
+        data.on_target=true, `chats` is True and the temperature is the regime's; otherwise the target samples them."""
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(split)
         asked, source = sampling(regime, temperature), partial(self.source, split)
         if self.train_texts is None:
-            return self.sampled(by).texts(split, asked, source, part=part)
-        others = partial(self.train_texts.texts, split, asked, source, part=part)
+            return self.sampled().texts(split, asked, source)
+        others = partial(self.train_texts.texts, split, asked, source)
         if split == "train":
             return others()
-        return self.sampled(by).texts(split, asked, lambda: SamePrompts(others()), part=part)
+        return self.sampled().texts(split, asked, lambda: SamePrompts(others()))
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         """Return a plan to measure a draft with the run's prompts."""

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.config.groups import Joint, Loss
-from cotrain.config.settings import TrainConfig, from_target, judged, learnt, sampling
+from cotrain.config.settings import TrainConfig, from_target, sampling
 from cotrain.data.prompt_rows import Source
 from cotrain.data.splits import shared
 from cotrain.data.texts import Texts
@@ -53,7 +53,6 @@ from cotrain.teacher.target_model import Head, Reader, Record, served
 from cotrain.training.assembly import trained_by
 from cotrain.training.deadline import Deadline
 from cotrain.training.distributed import StepCounts
-from cotrain.training.fit import phases_of
 from cotrain.training.job import Job, models, sampled_texts, settle
 from cotrain.training.module import Distillation
 from cotrain.training.preconditions import RunOutline, refuse_given
@@ -215,8 +214,6 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
             "target: raise rollout.held_out_texts=, or give more prompts with data.path="
         )
     with user_errors():
-        trainer = (second := moving(cfg, Path(cfg.output))).trainer
-        phases_of(second, trainer.steps // trainer.validations)
         for stage in ([warming(cfg)] if cfg.joint.warm_steps else []) + [serving_settings(cfg, Path(cfg.output))]:
             refuse_given(stage)  # a loss may apply to the user's texts in one stage alone
 
@@ -241,7 +238,6 @@ def warming(cfg: TrainConfig) -> TrainConfig:
     first = copy.deepcopy(cfg)
     first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
     first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
-    first.rollout.rounds = 1
     return first
 
 
@@ -258,8 +254,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
         _begins_with(second, folder / WARM / "draft")
     if cfg.joint.every > 1 and cfg.trainer.strategy == "ddp":  # in other steps the adapter has no gradient
         second.trainer.strategy = "ddp_find_unused_parameters_true"
-    # texts of later rounds are sampled from a target that no other run has
-    second.rollout.folder = None if cfg.rollout.rounds > 1 else str(rollouts(cfg, folder))
+    second.rollout.folder = str(rollouts(cfg, folder))
     return second
 
 
@@ -269,7 +264,7 @@ def serving_settings(cfg: TrainConfig, folder: Path) -> TrainConfig:
     last = copy.deepcopy(cfg)
     last.mode = "distil"
     last.loss = _last_loss(cfg)
-    last.target.adapter, last.rollout.rounds = None, 1
+    last.target.adapter = None
     last.rollout.folder, last.trainer.cache = None, None  # shared folders are for the original's texts and states
     if (folder / TARGET / "config.json").is_file():
         last.target.path = str(folder / TARGET)
@@ -479,16 +474,6 @@ class SecondStage:
         """Put the adapter into the target, in place, and return the module that trains both. held_out: the held-out
         texts, keyed by temperature."""
         cfg, target = self.cfg, job.target
-        if cfg.rollout.rounds > 1 and not rank():  # the texts of the last stage, which only the original may sample
-            stored = replace(
-                sampled_texts(cfg, target, job.tokenizer, rollouts(cfg, self.folder)), identity=job.identity
-            )
-            sets = {
-                "train": learnt(cfg),
-                "held_out": judged(cfg),
-            }  # the moved one continues the latter
-            for kind, temperature in ((kind, t) for kind, some in sets.items() for t in some):
-                stored.texts(kind, sampling(cfg.regime, temperature), partial(job.source, kind))
         self.wrapped = add_lora(target, cfg.joint.rank)
         student = student.of(student.network)  # with the layers that have the adapter now
         adapter = [p for p in self.wrapped.parameters() if p.requires_grad]

@@ -76,7 +76,7 @@ def _settings(cfg: TrainConfig) -> TrainConfig:
     cfg = cfg.model_copy(deep=True)
     cfg.measure, cfg.minutes = False, None
     rollout, trainer = cfg.rollout, cfg.trainer
-    rollout.texts = rollout.held_out_texts = rollout.rounds = 1
+    rollout.texts = rollout.held_out_texts = 1
     rollout.temperatures, rollout.train_temperatures, rollout.folder = [cfg.regime.temperature], [], None
     trainer.steps, trainer.validations, trainer.corpus_steps, trainer.minutes = STEPS, STEPS // EVERY, 0, None
     trainer.batch, trainer.accumulate, trainer.devices, trainer.nodes = 2, 1, 1, 1

@@ -40,7 +40,7 @@ from cotrain.teacher.servers import require_states
 from cotrain.teacher.target_model import halves, keeps_apart, load_config, load_words
 from cotrain.training.assembly import initial, shares_of, stages
 from cotrain.training.deadline import LEAST, time_limited
-from cotrain.training.fit import SHARDED, phases_of, strategy_of
+from cotrain.training.fit import SHARDED, strategy_of
 from cotrain.training.job import Job, asked, reads_given, template_of
 from cotrain.training.optim import precision
 from inference import Sampling
@@ -213,7 +213,6 @@ def _settings(cfg: TrainConfig) -> None:
         )
     refuse_training(cfg)
     refuse_losses(cfg)
-    phases_of(cfg, max(cfg.trainer.steps // cfg.trainer.validations, 1))
     if cfg.trainer.strategy not in ("auto", SHARDED, *StrategyRegistry.available_strategies()):
         raise UserError(
             f"trainer.strategy={cfg.trainer.strategy}: it must be auto, ddp, {SHARDED} or another strategy of Lightning"
@@ -258,14 +257,8 @@ def refuse_fractions(warmup: float, decay: float, steps: int) -> None:
 
 
 def refuse_minutes(cfg: TrainConfig) -> None:
-    """Raise ValueError, which names the key, in two cases: a time limit with rollout.rounds > 1, since rounds end at
-    given steps; and a run that measures, if bench.minutes leaves training less than the share LEAST of minutes=."""
-    for key, limit in (("trainer.minutes", cfg.trainer.minutes), ("minutes", cfg.minutes)):
-        if limit and cfg.rollout.rounds > 1:
-            raise ValueError(
-                f"{key}={limit:g}: rollout.rounds={cfg.rollout.rounds} ends its rounds at given steps, whatever "
-                f"time they take: set rollout.rounds=1 or {key}=null"
-            )
+    """Raise ValueError, which names the key, if a run measures and bench.minutes leaves training less than the
+    share LEAST of minutes=."""
     if cfg.minutes and cfg.measure and cfg.bench.minutes > (1 - LEAST) * cfg.minutes:
         raise ValueError(
             f"minutes={cfg.minutes:g}: bench.minutes={cfg.bench.minutes:g} leaves training less than "
@@ -344,7 +337,6 @@ def _teacher(cfg: TrainConfig) -> None:
         "target.adapter": bool(cfg.target.adapter),
         "init=target_layers": cfg.init.kind == "target_layers" and not cfg.draft.one_start,
         "measure=true": cfg.measure,
-        "rollout.rounds": cfg.rollout.rounds > 1,
     }
     if wrong := [key for key, used in needs.items() if used]:
         remedies = {f"draft={cfg.draft.kind}": f"use one of {', '.join(TAUGHT)}", "init=target_layers": "init=scratch"}
@@ -373,7 +365,6 @@ def _spread(cfg: TrainConfig, target: PreTrainedModel) -> None:
         "teacher.url": (bool(cfg.teacher.urls), "leave out one of the two"),
         "data=self": (several and from_target(cfg.data), "sample prompts first, cotrain rollout data=self"),
         "measure=true": (several and cfg.measure, "set measure=false, and measure the draft with cotrain bench"),
-        "rollout.rounds": (several and cfg.rollout.rounds > 1, "set rollout.rounds=1"),
         "trainer.cache": (several and cfg.trainer.cache is not None, "leave it out"),
         "trainer.devices": (several and not {"RANK", "WORLD_SIZE"} <= set(os.environ), f"start it with {torchrun}"),
     }
@@ -742,10 +733,9 @@ def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
             f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}: set "
             "data.shares= for these alone"
         )
-    each = cfg.rollout.texts // cfg.rollout.rounds  # the fewest texts of a domain in a round
-    if all(shares.get(domain, 1.0) * each < 1 for domain in known):
+    if all(shares.get(domain, 1.0) * cfg.rollout.texts < 1 for domain in known):
         raise UserError(
-            f"data.shares: {shares} leave no text to learn from, of {each} texts of a domain: "
+            f"data.shares: {shares} leave no text to learn from, of {cfg.rollout.texts} texts of a domain: "
             "raise a share or rollout.texts="
         )
 

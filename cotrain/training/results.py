@@ -92,7 +92,6 @@ def training(job: Job, module: Distillation, steps: int) -> dict[str, Any]:
         "steps": steps,
         "minutes": progress.minutes,
         "seconds": progress.elapsed,  # without validations and sampling
-        "rounds": cfg.rollout.rounds,
         **about_target(job),
         "moved": moved_target.movement_of(cfg.target.path, cfg.target.adapter),
         "draft_quantisation": cfg.draft.quantisation,

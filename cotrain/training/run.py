@@ -87,7 +87,7 @@ def train(
         job.reads = student.reads
         student.refuse()
         refuse_packed(job, student)
-        held_out = held_out_texts(job)  # `fit` samples the texts to learn from, phase by phase
+        held_out = held_out_texts(job)  # `fit` samples the texts to learn from
         prune(job, student, held_out[cfg.regime.temperature])
         module = build(job, student, held_out)
         given = foreign(job)

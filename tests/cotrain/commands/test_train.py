@@ -138,11 +138,11 @@ def test_tensorboard_answers_in_few_groups_and_one_run(run: Path) -> None:
     assert not [name for name in names if name.startswith(tags.DOMAINS)]  # there is one
     assert {path.parent for path in run.rglob("*tfevents*")} == {run / "tensorboard" / run.name}
     report = json.loads((run / "draft" / "report.json").read_text())
-    (final,) = events.Scalars("9_final/speedup")
+    (final,) = events.Scalars("8_final/speedup")
     assert (final.step, final.value) == (5, pytest.approx(report["speedup"]["whole"]["value"]))
     assert "_hparams_/session_start_info" in events.summary_metadata
     assert "custom_scalars__config__" in events.summary_metadata
-    texts = events.Tensors("8_text/fixed_prompt/text_summary")
+    texts = events.Tensors("7_text/fixed_prompt/text_summary")
     assert [event.step for event in texts] == [0, 2, 4, 5]
     assert all(b"target calls" in event.tensor_proto.string_val[0] for event in texts)
 
@@ -342,7 +342,7 @@ def test_a_sweep_ends_in_one_table(place: Path, capsys: pytest.CaptureFixture[st
     }
     assert {row[0] for row in rows} == {"1"}  # the first run was not judged at 0.5
     events = events_of(place / "swept" / "loss=tv,regime=t1")
-    assert events.Scalars("9_final/tau")[0].value > 1 and "9_final/speedup" not in events.Tags()["scalars"]
+    assert events.Scalars("8_final/tau")[0].value > 1 and "8_final/speedup" not in events.Tags()["scalars"]
     assert "_hparams_/session_start_info" in events.summary_metadata
 
 
@@ -544,7 +544,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
 ) -> None:
     learnt_from: list[Texts] = []
     parts = fit.parts
-    monkeypatch.setattr(fit, "parts", lambda *job: (learnt_from.extend(parts(*job)), tuple(learnt_from))[1])
+    monkeypatch.setattr(fit, "parts", lambda job: (learnt_from.extend(parts(job)), tuple(learnt_from))[1])
     assert job(chatting, "run", "overwrite=true", "measure=false", *ONE_STEP) == 0
     learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
     assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}

@@ -15,11 +15,9 @@ from cotrain.config.settings import flat
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import of_blocks
 from cotrain.evaluation.held_out import DEPTHS
-from cotrain.rollout.training_texts import WHOLE, Share
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import assembly, fit
 from cotrain.training import job as jobs
-from cotrain.training.fit import TrainingPhase
 from cotrain.training.interrupts import Keeper
 from cotrain.training.job import Job, objective
 from cotrain.training.progress import Progress
@@ -90,24 +88,22 @@ def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: py
     assert all(read == job.read and int(cut(logits).isfinite().sum()) <= 7 for read, *_, cut in met)
 
 
-def test_what_is_learnt_from_is_of_every_temperature_and_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of("rollout.train_temperatures=[0.3,0.6]", "rollout.rounds=3", "trainer.corpus_steps=1")
+def test_what_is_learnt_from_is_of_every_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of("rollout.train_temperatures=[0.3,0.6]", "trainer.corpus_steps=1")
     ids = torch.arange(6).view(2, 3)
     given, met = of_blocks(Blocks(ids, torch.zeros(2, dtype=torch.int64), ["a"])), list[Any]()
     monkeypatch.setattr(Job, "chats", False)
     monkeypatch.setattr(Job, "given", lambda self, kind: met.append(kind) or given)
     monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked) or given)
-    by: Any = object()
-    corpus, sampled = assembly.parts(job, 2, by)
-    asked = [("train", t, Share(i, 3), by) for i in (0, 1) for t in (0.3, 0.6)]
-    assert met == ["train", *asked]
+    corpus, sampled = assembly.parts(job)
+    assert met == ["train", ("train", 0.3), ("train", 0.6)]
     assert float(corpus.temperature) == pytest.approx(0.8) and not corpus.whole and sampled.whole
-    torch.testing.assert_close(sampled.temperature, torch.tensor([0.3, 0.3, 0.6, 0.6] * 2))
+    torch.testing.assert_close(sampled.temperature, torch.tensor([0.3, 0.3, 0.6, 0.6]))
     monkeypatch.setattr(Job, "chats", True)
     job.cfg.trainer.corpus_steps, job.cfg.rollout.train_temperatures = 0, []
     met.clear()
-    corpus, sampled = assembly.parts(job, 1)
-    assert met == [("train", 0.8, Share(0, 3), None)] and not len(corpus) and not sampled.whole
+    corpus, sampled = assembly.parts(job)
+    assert met == [("train", 0.8)] and not len(corpus) and not sampled.whole
     torch.testing.assert_close(sampled.temperature, torch.full((2,), 0.8))
 
 
@@ -117,11 +113,11 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     job = job_of("trainer.minutes=null", "trainer.precision=16-mixed", "trainer.devices=2", "trainer.nodes=3")
     extra: Any = [object()]
     job.loggers = extra
-    fit._trainer(job, extra, TrainingPhase(1, 20, 70), 11, Progress(160), 20)
+    fit._trainer(job, extra, 11, Progress(160), 20)
     assert (made["devices"], made["num_nodes"], made["strategy"]) == (2, 3, "auto")
     assert (made["accelerator"], made["precision"], made["inference_mode"]) == ("cpu", "16-mixed", True)
     assert (made["accumulate_grad_batches"], made["gradient_clip_val"]) == (3, 0.7)
-    assert (made["max_steps"], made["max_epochs"], made["val_check_interval"]) == (70, -1, 33)
+    assert (made["max_steps"], made["max_epochs"], made["val_check_interval"]) == (160, -1, 33)
     assert made["check_val_every_n_epoch"] is None and not made["use_distributed_sampler"]
     board, *others = made["logger"]
     assert others == extra and board._kwargs["purge_step"] == 21
@@ -130,7 +126,7 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     assert made["callbacks"][0] is extra[0] and isinstance(made["callbacks"][-1], ModelCheckpoint)
     assert made["callbacks"].index(keeper) == len(made["callbacks"]) - 2  # behind all whose state is kept
     job.cfg.trainer.minutes = 2
-    fit._trainer(job, extra, TrainingPhase(0, 0, 70), 11, Progress(160), 0)
+    fit._trainer(job, extra, 11, Progress(160), 0)
     assert made["val_check_interval"] == fit.NEVER and made["logger"][0]._kwargs["purge_step"] is None
 
 
@@ -174,7 +170,7 @@ def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch
 OTHERS: dict[type, Any] = {int: 977, float: 0.37, bool: True, str: "other", type(None): "other"}
 OPEN = {"chat": True}  # may be null, and is no text
 FREE_DATA = {"from_target", "block", "on_target", "shares", "embedded_shares", "take"}  # take: without a stream
-FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "rounds", "folder", "held_out_texts"}
+FREE_ROLLOUT = {"rows", "temperatures", "train_temperatures", "folder", "held_out_texts"}
 
 
 def other(value: Any) -> Any:
@@ -186,10 +182,10 @@ def other(value: Any) -> Any:
     return (not value) if isinstance(value, bool) else OTHERS[type(value)]
 
 
-def manifest(cfg: Any, target: Any, kind: str = "train", part: Share = WHOLE) -> dict[str, Any]:
+def manifest(cfg: Any, target: Any, kind: str = "train") -> dict[str, Any]:
     found = jobs.sampled_texts(cfg, target, tokenizer(), Path("texts"))
     object.__setattr__(found, "identity", {"target": "this"})
-    return dict(found._manifest(kind, jobs.sampling(cfg.regime), part))
+    return dict(found._manifest(kind, jobs.sampling(cfg.regime)))
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -220,10 +216,8 @@ def test_whatever_makes_texts_is_in_what_is_kept_beside_them(own: bool, tmp_path
         pick(cfg, f"data.{key}")["code"] = 977
         assert (manifest(cfg, target, kind_) != before) and before["kind"] == kind_
     cfg = composed()
-    cfg.rollout.held_out_texts, cfg.rollout.texts, cfg.rollout.rounds = 7, 9, 3
+    cfg.rollout.held_out_texts, cfg.rollout.texts = 7, 9
     assert [manifest(cfg, target, kind_)["texts"] for kind_ in ("train", "held_out")] == [9, 7]
-    parts = [manifest(cfg, target, "train", Share(i, 3)) for i in range(3)]
-    assert len({tuple(part["part"]) for part in parts}) == 3  # type: ignore[arg-type]
 
 
 FREE = {
@@ -252,4 +246,3 @@ def test_a_run_goes_on_under_other_settings_only_where_they_change_no_weight() -
     longer = {"trainer.steps", "trainer.minutes", "minutes", "measure"}
     assert {key for key in keys if change(key, 1, 2) == "longer"} == longer
     assert [change("measure", *pair) for pair in ((False, True), (True, False))] == ["longer", "free"]
-    assert {key for key in keys if change(key, 1, 2, rounds=2) == "free"} == free - {"trainer.validations"}

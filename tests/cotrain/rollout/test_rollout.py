@@ -18,7 +18,7 @@ from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
 from cotrain.rollout import samplers, training_texts
 from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
-from cotrain.rollout.training_texts import WHOLE, Sampled, name
+from cotrain.rollout.training_texts import Sampled, name
 from inference import Engine, Sampling
 from inference.proposers import Independent
 from inference.servers.openai_client import Completion
@@ -129,30 +129,28 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
     path = short.sample("train", WARM, prompts, quiet)
     assert [row["domain"] for row in training_texts.read_rows(path)] == ["a", "b"]
-    assert short._fits(path, "train", WARM, WHOLE)
-    assert not whole._fits(path, "train", WARM, WHOLE) and not replace(short, minutes=4.0)._fits(
-        path, "train", WARM, WHOLE
-    )
+    assert short._fits(path, "train", WARM)
+    assert not whole._fits(path, "train", WARM) and not replace(short, minutes=4.0)._fits(path, "train", WARM)
     path = replace(short, seconds={"train": 1e9}).sample("train", WARM, prompts, quiet)
     domains = [row["domain"] for row in training_texts.read_rows(path)]
     assert sorted(domains) == ["a"] * 5 + ["b"] * 3 and domains[:4] == ["a", "b", "a", "b"]
-    assert all(one._fits(path, "train", WARM, WHOLE) for one in (whole, short))
+    assert all(one._fits(path, "train", WARM) for one in (whole, short))
     before = path.with_name(f"{path.name}.parquet").read_bytes()
     whole.sample("train", WARM, cast(Any, None), quiet, keep=True)  # stored: nothing is sampled
     other = replace(whole, seed=2).sample("train", WARM, prompts, quiet, keep=True)
     kept = path.with_name(f"{path.name}-1")
-    assert kept.with_name(f"{kept.name}.parquet").read_bytes() == before and whole._fits(kept, "train", WARM, WHOLE)
-    assert other == path and replace(whole, seed=2)._fits(path, "train", WARM, WHOLE)
+    assert kept.with_name(f"{kept.name}.parquet").read_bytes() == before and whole._fits(kept, "train", WARM)
+    assert other == path and replace(whole, seed=2)._fits(path, "train", WARM)
     kept.with_name(f"{kept.name}.parquet").rename(stored := path.with_name(f"{path.name}.parquet"))
     kept.with_name(f"{kept.name}.json").rename(path.with_name(f"{path.name}.json"))
     stored.write_bytes(before[: len(before) // 2])
     with pytest.raises(ValueError, match=f"{stored} cannot be read .*: delete it and {path.name}.json"):
         whole.sample("train", WARM, cast(Any, None), quiet, keep=True)
     path.with_name(f"{path.name}.json").unlink()
-    assert whole.sample("train", WARM, prompts, quiet, keep=True) == path and whole._fits(path, "train", WARM, WHOLE)
+    assert whole.sample("train", WARM, prompts, quiet, keep=True) == path and whole._fits(path, "train", WARM)
     assert kept.with_name(f"{kept.name}.parquet").is_file()
     stored.unlink()
-    assert not whole._fits(path, "train", WARM, WHOLE)
+    assert not whole._fits(path, "train", WARM)
 
 
 def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausalLM, tmp_path: Path) -> None:

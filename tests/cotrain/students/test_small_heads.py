@@ -147,7 +147,7 @@ def test_a_whole_folder_is_pruned_by_counts(place: Path, monkeypatch: pytest.Mon
     assert student.undecided
     ids = torch.tensor([[0, 9, 9, 3, 17, 30]])
     texts = SimpleNamespace(ids=ids, predicted=torch.ones(1, 5, dtype=torch.bool))
-    monkeypatch.setattr(assembly, "parts", lambda job, rounds: (None, texts))
+    monkeypatch.setattr(assembly, "parts", lambda job: (None, texts))
     job = job_of("init.kind=pretrained", "draft.vocabulary=4")
     held: Any = SimpleNamespace(texts=texts)
     assembly.prune(job, student, held)

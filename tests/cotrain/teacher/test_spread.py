@@ -236,7 +236,6 @@ WRONG = {
     "trainer.devices=2 draft=quantised": "draft=quantised: .* use one of independent, conditioned, parallel, eagle, ",
     "trainer.devices=2 data=self": "data=self: .* sample prompts first, cotrain rollout data=self",
     "trainer.devices=2 measure=false trainer.cache=states": "trainer.cache: .* leave it out",
-    "trainer.devices=2 measure=false rollout.rounds=2": "rollout.rounds: .* set rollout.rounds=1",
     "trainer.devices=2 quantisation=int8": "quantisation: .* set quantisation=none",
     "teacher.url=http://127.0.0.1:9": "teacher.url: .* leave out one of the two",
 }

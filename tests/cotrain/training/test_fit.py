@@ -9,7 +9,6 @@ import torch
 
 from cotrain.data.texts import Curriculum, Texts
 from cotrain.training import fit
-from cotrain.training.fit import TrainingPhase
 from cotrain.training.progress import Clock, Progress
 from tests.cotrain.config.test_settings_reach import job_of
 
@@ -21,15 +20,15 @@ def texts(count: int, begin: int) -> Texts:
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (2, 3)])
-def test_a_phase_resumes_at_its_step_on_every_process(world: int, accumulate: int) -> None:
-    """TrainingPhase 1 of steps 10 to 30, of which step 15 is next; corpus texts come up to step 20."""
+def test_a_training_resumes_at_its_step_on_every_process(world: int, accumulate: int) -> None:
+    """Step 15 is next; corpus texts come up to step 20."""
     job = job_of(f"trainer.accumulate={accumulate}")
-    corpus, sampled, phase, a_step = texts(7, 100), texts(9, 200), TrainingPhase(1, 10, 30), 6 * accumulate
-    order = list(islice(Curriculum((7, 9), 10 * a_step, 11 + 1), 5 * a_step, 12 * a_step))
+    corpus, sampled, a_step = texts(7, 100), texts(9, 200), 6 * accumulate
+    order = list(islice(Curriculum((7, 9), 20 * a_step, 11), 15 * a_step, 22 * a_step))
     for rank in range(world):
         strategy = SimpleNamespace(root_device=torch.device("cpu"))
         trainer: Any = SimpleNamespace(world_size=world, global_rank=rank, strategy=strategy)
-        loader = fit._loader(job.cfg.trainer, phase, 15, corpus, sampled, trainer)
+        loader = fit._loader(job.cfg.trainer, 15, corpus, sampled, trainer)
         mine, size = order[rank::world], 6 // world
         for number, batch in enumerate(islice(loader, 7 * accumulate)):
             keys = mine[number * size : (number + 1) * size]
@@ -62,13 +61,3 @@ def test_points_are_of_the_regime_and_of_what_is_served(monkeypatch: pytest.Monk
     points = fit._points(job, module, clock, swaps)
     assert met == [160 * 3 * 6 * 40] and points.part == "own" and points.clock is clock and points.swaps is swaps
     assert points.served == (3, "greedy", "block")
-
-
-def test_later_texts_are_sampled_with_the_draft_at_the_configured_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the draft length of the settings, as many at once as the settings say."""
-    job = job_of()
-    plan = SimpleNamespace(plain=lambda rows: ("plain", rows), engine=lambda k, rows: ("drafted", k, rows))
-    monkeypatch.setattr(type(job), "plan", lambda self, draft: plan)
-    sampler: Any = fit.swapped(job, None)  # type: ignore[arg-type]
-    engines = {name: sampler.engine for name, sampler in sampler.samplers.items()}
-    assert engines == {"plain": ("plain", 9), "with the draft": ("drafted", 3, 9)}

@@ -135,7 +135,7 @@ def shares(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> dict[str, float]
     cfg = composed(*overrides)
     texts = Texts(torch.zeros(1, 2), torch.ones(1), torch.ones(1), ["a"])
     job: Any = SimpleNamespace(cfg=cfg, texts=lambda *_: texts, chats=False)
-    assembly.parts(job, 1)
+    assembly.parts(job)
     return met[0]
 
 

@@ -431,18 +431,14 @@ def test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given(p
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["pretrained", "rounds"])
-def test_texts_to_learn_from_at_last_are_the_originals(way: str, pair: Path, place: Path) -> None:
-    """Also if no first stage or one of several rounds sampled other sets."""
+def test_texts_to_learn_from_at_last_are_the_originals(pair: Path, place: Path) -> None:
+    """Also if no first stage sampled them."""
     settings = [one for one in SETTINGS if not one.startswith(("joint.warm_steps", "trainer."))]
-    if way == "pretrained":
-        settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
-    else:
-        settings += ["rollout.rounds=2", "joint.warm_steps=2", "trainer.validations=2"]
+    settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
     settings += ["joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0"]
-    assert job(place, way, *settings, target="half") == 0
-    found = list((place / way).rglob("train_T1.parquet"))
-    assert found == [place / way / "warm" / "rollouts" / "train_T1.parquet"]
+    assert job(place, "pretrained", *settings, target="half") == 0
+    found = list((place / "pretrained").rglob("train_T1.parquet"))
+    assert found == [place / "pretrained" / "warm" / "rollouts" / "train_T1.parquet"]
     assert found[0].read_bytes() == (pair / "warm" / "rollouts" / "train_T1.parquet").read_bytes()
 
 
@@ -565,7 +561,6 @@ def test_a_target_outside_the_bound_exports_nothing(
             ("trainer.minutes=5", "minutes"),
             ("rollout.held_out_texts=3", "there are 3 held-out texts of different conversations"),
             ("trainer.strategy=fsdp2", "trainer.strategy"),
-            ("rollout.rounds=2", "rollout.rounds"),
             (
                 "loss.then=calls trainer.corpus_steps=1",
                 "trainer.corpus_steps: calls",

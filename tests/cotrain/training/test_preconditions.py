@@ -49,7 +49,6 @@ MISTAKES = {
     "data.column=body": "data.column: ",
     "regime.temperature=-1": "regime.temperature=-1: it must be 0 (greedy) or at least",
     "rollout.prompt_tokens=120": "rollout.prompt_tokens, rollout.new_tokens: prompts of 120 tokens and 24",
-    "rollout.rounds=9": "rollout.rounds=9: each round ends at a validation, and there are 2",
     "rollout.url=http://127.0.0.1:9": "rollout.url=http://127.0.0.1:9: no OpenAI-compatible server answers",
     "data.shares={cod:0.5}": "data.shares: no text of cod; the domains are own",
     "data.shares={own:0.1}": "data.shares: {'own': 0.1} leave no text to learn from, of 8 texts of a domain",
@@ -175,7 +174,7 @@ def _read(job: Job) -> None:
     """What a run reads of texts once it samples."""
     job.texts("held_out", job.cfg.regime.temperature)
     assembly.foreign(job)
-    assembly.parts(job, 1)
+    assembly.parts(job)
 
 
 @pytest.mark.parametrize("kind", often(["retrieval", "independent"], {"retrieval"}.__contains__))
@@ -355,7 +354,7 @@ def test_a_range_names_key_and_value(capsys: pytest.CaptureFixture[str]) -> None
         (["train", "loss.switch=200"], "loss.switch=200: it must be from 0 to 1"),
         (["train", "optimizer.betas=[0.9,1.0]"], "optimizer.betas=[0.9, 1.0]: each must be from 0 to below 1"),
         (["rollout", "kind=test"], "kind=test: it must be one of train, held_out"),
-        (["rollout", "rollout.rounds=2"], "rollout.rounds=2: the setting has no effect here: cotrain rollout"),
+        (["rollout", "rollout.temperatures=[1]"], "rollout.temperatures=[1]: the setting has no effect here: cotrain"),
         (["teacher", "target.device_map=auto"], "target.device_map=auto: the setting has no effect here: this command"),
         (
             ["datastore", "target.device_map=auto"],
@@ -377,7 +376,7 @@ def test_steps_are_no_fractions(warmup: float, decay: float, said: str) -> None:
 
 
 def test_minutes_that_measuring_needs_alone_raise() -> None:
-    cfg: Any = OmegaConf.create(BUDGET | {"bench": {"minutes": 9.0}, "rollout": {"rounds": 1}})
+    cfg: Any = OmegaConf.create(BUDGET | {"bench": {"minutes": 9.0}})
     with pytest.raises(ValueError, match="minutes=10: bench.minutes=9 leaves training less than 15 %"):
         refuse_minutes(cfg)
     cfg.measure = False

@@ -19,7 +19,7 @@ from inference.drafts.draft_folder import PlannedTree
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.folders import target_folder
 
-SETTINGS = """rollout.train_temperatures=[0.3,0.6] rollout.rounds=3
+SETTINGS = """rollout.train_temperatures=[0.3,0.6]
 target.adapter=adapter draft.quantisation=int8 draft.vocabulary=50 init.layers=[1]""".split()
 
 
@@ -75,7 +75,6 @@ def test_an_export_describes_the_training(monkeypatch: pytest.MonkeyPatch) -> No
         "steps": 64,
         "minutes": 9.0,
         "seconds": 77.5,
-        "rounds": 3,
         "adapter": "adapter",
         "gguf": None,
         "moved": None,
