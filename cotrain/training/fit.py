@@ -241,7 +241,7 @@ def _set_budget(job: Job, clock: Clock, trainer: lightning.Trainer, *validation:
         )
     more = "; the whole run will exceed minutes=" if deadline.left <= LEAST * cfg.minutes else ""
     minutes = clock.progress.minutes
-    print(f"training ends after {minutes:.1f} of minutes={cfg.minutes:g} or after its last step{more}")
+    print(f"of minutes={cfg.minutes:g}, training gets {minutes:.1f} minutes, unless its last step is earlier{more}")
 
 
 def _loader(
