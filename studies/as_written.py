@@ -9,7 +9,7 @@ the clone has an environment of its own; otherwise it has this one's packages, w
 random Qwen3 lies in the clone's Qwen/Qwen3-8B and gets the draft that an 8B gets, prompts.jsonl are chats that ship,
 `trainer=gpu` is left out where there is no GPU, and servers that answer as vLLM does stand for the page's addresses.
 --few: commands get the few texts and steps of SMALL besides, so that they show that they run, and nothing else. Ends
-with status 1 if a command fails, or if `serve_check` does not fail beside a stand-in, whose counters are no draft's.
+with status 1 if a command fails, or if `serve_check` or `audit` does not fail beside a stand-in, whose counters are no draft's.
 """
 
 import argparse
@@ -143,8 +143,8 @@ def main() -> int:
     options = {"stand_in": asked.stand_in, "few": asked.few, "set_up": asked.set_up}
     report = {"environment": environment(), "page": str(asked.page), **options, "runs": runs}
     write_atomic(asked.report, json.dumps(report, indent=1) + "\n")
-    doubted = "cotrain serve_check" if asked.stand_in else None
-    failed = [one["command"] for one in runs if bool(one["status"]) != (one["command"][:19] == doubted)]
+    doubted = ("cotrain serve_check", "cotrain audit") if asked.stand_in else ()
+    failed = [one["command"] for one in runs if bool(one["status"]) != one["command"].startswith(doubted)]
     print(f"{len(runs)} commands, failed: {failed}")
     return int(bool(failed))
 
