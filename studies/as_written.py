@@ -9,7 +9,8 @@ the clone has an environment of its own; otherwise it has this one's packages, w
 random Qwen3 lies in the clone's Qwen/Qwen3-8B and gets the draft that an 8B gets, prompts.jsonl are chats that ship,
 `trainer=gpu` is left out where there is no GPU, and servers that answer as vLLM does stand for the page's addresses.
 --few: commands get the few texts and steps of SMALL besides, so that they show that they run, and nothing else. Ends
-with status 1 if a command fails, or if `serve_check` or `audit` does not fail beside a stand-in, whose counters are no draft's.
+with status 1 if a command fails, or if `serve_check` or `audit` does not fail beside a stand-in, whose counters are no
+draft's.
 """
 
 import argparse
