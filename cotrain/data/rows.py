@@ -123,6 +123,11 @@ class Reader:
         whole = next((values[name] for name in ENVELOPES if isinstance(values.get(name), Mapping)), None)
         if whole and not self.column and not {*COLUMNS} & {*values}:
             values = {name: value for name, value in values.items() if not isinstance(value, Mapping)} | whole
+        if not self.column and {"model", "input"} <= {*values} and not {*COLUMNS} & {*values}:  # OpenAI's Responses
+            asked = values["input"]
+            messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+            about = {name: value for name, value in values.items() if name not in ("input", "output", "instructions")}
+            values = about | {"messages": messages, "system": values.get("instructions")}
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = _text("domain", left.pop("domain", "own"))
         content = self._read(self._column(values, left), left)

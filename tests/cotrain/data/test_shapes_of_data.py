@@ -140,6 +140,11 @@ SHAPES = {
         '"body": {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}}',
         says("Hi"),
     ),
+    "OpenAI Responses, a logged request": Shape(
+        '{"model": "m", "instructions": "Be brief.", "input": [{"role": "user", "content": [{"type": "input_text", '
+        '"text": "Hi"}]}], "output": [{"role": "assistant", "content": [{"type": "output_text", "text": "Yes?"}]}]}',
+        says("Hi", system="Be brief."),
+    ),
     "TRL, text": Shape(PAIR, says("Hi", "Yes?")),
     "TRL, messages": Shape(
         '{"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Yes?"}]}',
