@@ -41,6 +41,7 @@ from inference.servers import hidden_states
 from tests.fake_vllm import FakeVLLM, running
 from tests.folders import VOCABULARY, network, target_folder, tokenizer
 from tests.inference import test_families as families
+from tests.often import often
 from tests.settings import composed
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3], [1, 2, 3, 4, 5, 6]])
@@ -310,7 +311,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", often(SMALL, "eagle".__eq__))
 def test_a_training_from_a_server_ends_like_one_in_the_process(kind: str, folder: Path, tmp_path: Path) -> None:
     """From the same texts; a server sees them one by one, so sums have another order."""
     rng = random.Random(0)

@@ -33,6 +33,7 @@ def quick(place: Path, output: str, *settings: str) -> int:
     return job(place, output, *QUICK, f"rollout.folder={place / 'quick texts'}", "trainer.steps=6", *settings)
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_while_it_measures_leaves_a_draft_and_goes_on(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
