@@ -387,6 +387,6 @@ def advice(chosen: Forecast, speedup: Interval) -> str | None:
         better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
         return (
             f"no speed-up is shown: {drafted}, {chosen.speedup:.2f}x predicted, and its interval does not lie above 1: "
-            f"raise bench.minutes= to time more prompts{better}"
+            f"raise bench.minutes=, or bench.prompts= if all were timed{better}"
         )
     return None
