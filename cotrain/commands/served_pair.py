@@ -234,6 +234,12 @@ def room_of(pair: Pair) -> int:
     return min(longest_text(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
+def _continued(draft: Path) -> bool:
+    """Return whether the draft began with the weights of another one, which may have learnt from any prompts."""
+    metadata = read(draft).metadata
+    return metadata is not None and (metadata.origin.get("init") or {}).get("kind") == "pretrained"
+
+
 def prompts(
     data: Data,
     size: Bench,
@@ -248,7 +254,8 @@ def prompts(
     With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
     Without data.path, they are the prompts stored in the draft folder. The draft did not learn from these, and no
     checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a draft that stores
-    prompts, which its target sampled, learn from a data.path that has none of them: all of its prompts are used. If the
+    prompts, which its target sampled, learn from a data.path that has none of them, unless it began with another draft:
+    all of its prompts are used. If the
     folder stores none, the shipped prompts are used.
 
     Args:
@@ -282,7 +289,7 @@ def prompts(
     whole = own is not None
     if own is not None:
         data = data.model_copy(update={"path": str(own)})
-    elif stored:
+    elif stored and draft and not _continued(draft):
         whole = not shared(every(str(data.path)), every(stored))
 
     def limit(sources: Mapping[str, Source]) -> int:

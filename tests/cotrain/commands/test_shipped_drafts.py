@@ -123,6 +123,11 @@ class TestPrompts:
         assert (
             f"prompts: 12 of {tmp_path / 'mine.jsonl'}, which the draft did not learn from" in capsys.readouterr().out
         )
+        about = json.loads((shipped / METADATA).read_text())
+        began = {"made": about["made"] | {"init": {"kind": "pretrained"}}}  # with a draft that may know them
+        (shipped / METADATA).write_text(json.dumps(about | began))
+        assert len(self.measured_on(shipped, str(tmp_path / "mine.jsonl")).final) < 5
+        (shipped / METADATA).write_text(json.dumps(about))
         (tmp_path / "mine.jsonl").write_text((shipped / PROMPTS).read_text().splitlines()[0] + "\n" + others)
         assert len(self.measured_on(shipped, str(tmp_path / "mine.jsonl")).final) < 5
 
