@@ -36,7 +36,7 @@ def test_kinds_take_turns_and_cells_that_are_done_are_kept(tmp_path: Path, monke
         draft_folder(tmp_path / kind, target, kind)
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
-    monkeypatch.setattr(kinds_in_turn, "BATCHES", 2)
+    monkeypatch.setattr(kinds_in_turn, "BATCHES", 4)
     cell, calls = kinds_in_turn.Study.cell, []
 
     def interrupted(*given: Any) -> Any:
