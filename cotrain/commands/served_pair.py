@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain import paths
 from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import DraftFolderConfig, GenerateConfig, sampling
 from cotrain.data.conversations import Template
@@ -234,12 +235,6 @@ def room_of(pair: Pair) -> int:
     return min(longest_text(model.config) for model in (pair.target, pair.draft) if model is not None)
 
 
-def _continued(draft: Path) -> bool:
-    """Return whether the draft began with the weights of another one, which may have learnt from any prompts."""
-    metadata = read(draft).metadata
-    return metadata is not None and (metadata.origin.get("init") or {}).get("kind") == "pretrained"
-
-
 def prompts(
     data: Data,
     size: Bench,
@@ -253,9 +248,8 @@ def prompts(
 
     With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
     Without data.path, they are the prompts stored in the draft folder. The draft did not learn from these, and no
-    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a draft that stores
-    prompts, which its target sampled, learn from a data.path that has none of them, unless it began with another draft:
-    all of its prompts are used. If the
+    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a
+    shipped draft learn from a data.path that has none of its prompts: all of that are used. If the
     folder stores none, the shipped prompts are used.
 
     Args:
@@ -281,16 +275,15 @@ def prompts(
         return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
     template = Template(tokenizer, data.template, ends_of(target))
 
-    def every(path: str | Path) -> list[list[int]]:
-        of_path = data.model_copy(update={"path": str(path)})
-        rows = sources_of(of_path, (ALL_ROWS,), template, encoder)[ALL_ROWS]
+    def every(data: Data) -> list[list[int]]:
+        rows = sources_of(data, (ALL_ROWS,), template, encoder)[ALL_ROWS]
         return [prompt for prompt in rows.each(longest_text(target.config)) if prompt]
 
     whole = own is not None
     if own is not None:
         data = data.model_copy(update={"path": str(own)})
-    elif stored and draft and not _continued(draft):
-        whole = not shared(every(str(data.path)), every(stored))
+    elif stored and stored.parent.parent == paths.folder("data") / paths.DRAFTS:
+        whole = not shared(every(data), every(Data(path=str(stored), template=data.template)))
 
     def limit(sources: Mapping[str, Source]) -> int:
         first, *others = (rows for split, rows in sources.items() if split != SPLITS[0])

@@ -127,7 +127,8 @@ class Reader:
             asked = values["input"]
             messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
             about = {name: value for name, value in values.items() if name not in ("input", "output", "instructions")}
-            values = about | {"messages": messages, "system": values.get("instructions")}
+            system = {"system": values["instructions"]} if values.get("instructions") else {}
+            values = about | {"messages": messages} | system
         left = {name: value for name, value in values.items() if not _blank(value)}
         domain = _text("domain", left.pop("domain", "own"))
         content = self._read(self._column(values, left), left)

@@ -225,8 +225,8 @@ ENGINES = {
         "vllm>=0.28",
         ("sampled", "greedy"),
         _vllm,
-        "vLLM drafts greedily unless draft_sample_method says otherwise. The draft has the target's vocabulary, "
-        "and runs with its tensor parallel size.",
+        "vLLM drafts greedily unless draft_sample_method says otherwise. The draft runs with the target's "
+        "tensor parallel size.",
         partial(_vllm, parallel=True),
     ),
     "sglang": ServingEngine(

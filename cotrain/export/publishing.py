@@ -63,7 +63,7 @@ def card(
         "\n".join(f"- {key}: {value}" for key, value in {"objective": objective, **metadata.regime}.items()),
     ]
     if report is not None:
-        parts += ["## Measured (report.json, before export)", f"```text\n{table(report)}```"]
+        parts += ["## Measured, before export", f"```text\n{table(report)}```"]
         parts += _predicted(report, metadata)
         lengths = tau_table(report, metadata)
         parts += ["## tau by draft length, predicted on held-out texts", lengths] if lengths else []

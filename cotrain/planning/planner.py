@@ -7,7 +7,7 @@ to the rounds of a few trees. The best trees are then run, and compared with the
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isnan
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -383,6 +383,8 @@ def advice(chosen: Forecast, speedup: Interval) -> str | None:
             f"plain decoding is faster here: {drafted}, {chosen.speedup:.2f}x predicted, and no "
             "draft length does better: serve without this draft, or train a smaller or better one"
         )
+    if isnan(speedup.low):
+        return f"too few batches for an interval: {drafted}, {chosen.speedup:.2f}x predicted: raise bench.prompts="
     if speedup.faster is None:
         better = ", or train a smaller or better draft" if chosen.speedup <= 1 else ""
         return (

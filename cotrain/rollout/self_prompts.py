@@ -1,8 +1,8 @@
 """Prompts that the target samples itself, so that a run needs no data set (`data=self`; Magpie, arXiv 2406.08464).
 
 The context is the text that a chat template writes before the user's message. A target that was trained on chats
-continues it with such a message. Every second context also has the first words of the message, a system message or an
-earlier exchange, so that prompts of many tasks come up. A target without a chat template continues its start token with
+continues it with such a message. Every second context also has the first words of the message, or a system message, so
+that prompts of many tasks come up. A target without a chat template continues its start token with
 a text, whose beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set
 of the user: split by a hash, rendered by the template.
 """
@@ -328,10 +328,11 @@ def _reason(text: str, ended: bool, opened: Opening, template: Template) -> str 
     text; without a chat template it need not."""
     ids = template.ids(text)
     pieces = [tuple(ids[place : place + PIECE]) for place in range(len(ids) - PIECE + 1)]
+    own = text[len(opened.begin) :]  # the target's
     failed = {
         "unfinished": opened.chat and not ended,
-        "empty": not text.strip(),
-        "short": len(ids) < SHORTEST,
+        "empty": not own.strip(),
+        "short": len(template.ids(own)) < SHORTEST,
         "markup": not opened.special.isdisjoint(ids) or "\ufffd" in text,
         "repetitive": bool(pieces) and len({*pieces}) < REPEATED * len(pieces),
     }

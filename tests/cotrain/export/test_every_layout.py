@@ -109,6 +109,7 @@ def test_an_export_is_planned_for_its_engine_and_names_the_target_that_was_learn
         assert_checked(output, engine, capsys)
         assert f"outputs of {other}" not in card and (others in card) == (other in "".join(named))
         assert f"On the machine that measured it, {SLOW}." in card
+        assert ("-np 1" in card) == (engine == "llamacpp" and kind == "eagle")  # which it serves one text at a time
         assert ("## tau by draft length" in card) == (kind not in ("medusa", "retrieval", "hybrid"))
         if (output / METADATA).is_file():
             metadata = read(output).metadata

@@ -77,7 +77,7 @@ def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: p
         (0.9, 1.3, 1.0, "no speed-up is shown: 1.10x at k = 2, 1.00x predicted"),  # never "faster" beside 1.10x
         (1.0, 1.3, 1.0, "no speed-up is shown"),
         (0.8, 0.9, 1.2, "plain decoding is faster here"),
-        (nan, nan, 1.2, "no speed-up is shown: 1.10x at k = 2"),  # one batch
+        (nan, nan, 1.2, "too few batches for an interval: 1.10x at k = 2"),
     ],
 )
 def test_what_is_said_where_drafting_does_not_pay(low: float, high: float, predicted: float, said: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.sources import source_of
-from cotrain.data.splits import SPLITS, splits_of
+from cotrain.data.splits import SPLITS
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.rollout import self_prompts
@@ -29,7 +28,6 @@ from cotrain.rollout.self_prompts import (
     needed,
     opening,
     openings,
-    split_content,
     unended,
 )
 from inference import Sampling
@@ -164,6 +162,7 @@ class TestOpening:
         """What the target then writes is read back as a conversation that the template renders to the same ids."""
         template = template_of(FAMILIES[name])
         turns, plain = openings(template), opening(template)
+        assert all(one["role"] != "assistant" for row in ROWS for one in row)  # else a prompt stands before its answer
         assert turns[::2] == [plain] * len(turns[1::2]) and len(turns[1::2]) == len(ROWS)
         written = []
         for turn in turns[1::2]:
@@ -240,6 +239,11 @@ class TestFilters:
         assert {name for name, count in dropped.items() if count} == {reason, "duplicate"}
         assert sum(dropped.values()) == 2 and tuple(dropped) == FILTERS
 
+    @pytest.mark.parametrize(("reason", "said"), [("empty", ""), ("short", " a")])
+    def test_first_words_alone_are_no_prompt(self, reason: str, said: str) -> None:
+        rows, dropped = filtered([(opening(CHAT, "Write a class in Java that"), written(said))], CHAT)
+        assert not rows and dropped[reason] == sum(dropped.values()) == 1
+
     @pytest.mark.parametrize(
         ("texts", "kept"),
         [
@@ -286,12 +290,7 @@ class TestFile:
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
         sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
         sizes = [len(source.prompts(10**6, 9999, 0)) for source in sources]
-        rows = [json.loads(row)["messages"] for row in path.read_text().splitlines()]
-        splits = splits_of([split_content({"messages": row}) for row in rows])
-        first = {(split, row[0]["content"]) for split, row in zip(splits, rows, strict=True) if len(row) > 2}
-        assert counts["splits"] == Counter(splits) and len(rows) == counts["kept"]
-        # the first message of an exchange is a prompt too
-        assert sizes == [Counter(splits)[split] + sum(split == one for one, _ in first) for split in SPLITS]
+        assert sizes == [counts["splits"][split] for split in SPLITS] and sum(sizes) == counts["kept"]
         assert all(size >= wanted[split] for size, split in zip(sizes, SPLITS, strict=True))
         texts = [{tuple(ids) for _, ids in source.prompts(10**6, 9999, 0)} for source in sources]
         assert not (texts[0] & texts[1] or texts[0] & texts[2] or texts[1] & texts[2])
