@@ -54,7 +54,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     """Time speculative decoding at draft length k and plain decoding, batch by batch in turn, on bench.quick_prompts
     prompts. Return these figures by name:
 
-    speedup with the ends of its 95 % interval (low, high; NaN for a single batch), tau, tokens_per_second, and
+    speedup with the ends of its 95 % interval (low, high; NaN for few batches), tau, tokens_per_second, and
     share_of_cost_table, the measured decoding speed-up divided by the predicted one. The prediction uses tau and the
     seconds of rounds, which are timed separately at the first call and stored in `plan.known`, in place.
     """

@@ -43,7 +43,7 @@ def at(name: str, temperature: float) -> str:
 
 def speed(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the figures of `cotrain.bench.measurement.quick`, keyed by tag. NaN values, for example the interval of a
-    single batch, are left out."""
+    few batches, are left out."""
     return {SPEED[name]: value for name, value in figures.items() if math.isfinite(value)}
 
 

@@ -76,7 +76,7 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
 
 
 def _write(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json. NaN and infinity become null, for example the interval of a single batch."""
+    """Write report.json. NaN and infinity become null, for example an interval of few batches."""
     write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 
