@@ -97,11 +97,11 @@ def run(cfg: ExportConfig) -> None:
             cfg.draft.path, cfg.output, cfg.k, target=served, replace=cfg.overwrite, name=cfg.push_to_hub
         )
     else:
-        path = _features(cfg, served) if own else _plain(cfg, served)
+        path = _features(cfg, served, metadata) if own else _plain(cfg, served)
     if layout or cfg.engine == "llamacpp":
         print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
     else:
-        _print_launch(path, cfg)
+        _print_launch(path, cfg, metadata)
         if not own:
             _print_remarks(path)
     if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
@@ -130,15 +130,16 @@ def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:
     return served
 
 
-def _print_launch(path: Path, cfg: ExportConfig) -> None:
-    """Print the path of the exported folder, the advice and the held-out tau in its report, and the launch command."""
+def _print_launch(path: Path, cfg: ExportConfig, metadata: Metadata | None) -> None:
+    """Print the path of the exported folder, the advice and the held-out tau in the draft's report, and the launch
+    command. metadata: the draft's."""
     written = read(path).metadata
     assert written is not None
     print(f"wrote {path}")
     if written.origin.get("advice"):
         print(f"on the machine that measured it, {written.origin['advice']}")
     assert cfg.draft.path
-    report = hf.report_of(Path(cfg.draft.path), _metadata(cfg.draft.path))
+    report = hf.report_of(Path(cfg.draft.path), metadata)
     lengths = tau_table(report, written) if report else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
@@ -177,9 +178,9 @@ def _check(path: str, as_json: bool) -> None:
         raise UserError("\n".join([f"{path} would not load:", *problems]))
 
 
-def _features(cfg: ExportConfig, target: str) -> Path:
-    """Export a feature draft with its model card, and return the folder's path. target: hub id or path. Raises
-    UserError if the layout cannot hold this draft."""
+def _features(cfg: ExportConfig, target: str, metadata: Metadata | None) -> Path:
+    """Export a feature draft with its model card, and return the folder's path. target: hub id or path. metadata: the
+    draft's. Raises UserError if the layout cannot hold this draft."""
     asked = None if cfg.objective is None else objective(cfg.objective)
     model, _ = load_pair(target, device_map="cpu")  # its ends are copied; the whole may not fit on a GPU
     assert cfg.draft.path
@@ -193,7 +194,7 @@ def _features(cfg: ExportConfig, target: str) -> Path:
         return card(written, cfg.engine, called, report, _remarks(written) + fetch, cfg.layout)
 
     try:
-        report = hf.report_of(Path(cfg.draft.path), _metadata(cfg.draft.path))
+        report = hf.report_of(Path(cfg.draft.path), metadata)
         path = eagle3.export(
             cfg.draft.path,
             cfg.output,

@@ -248,9 +248,9 @@ def prompts(
 
     With data.path, these are its prompts that are not in the training split and do not begin like a training prompt.
     Without data.path, they are the prompts stored in the draft folder. The draft did not learn from these, and no
-    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a
-    shipped draft learn from a data.path that has none of its prompts: all of that are used. If the
-    folder stores none, the shipped prompts are used.
+    checkpoint was ranked by them; one in `PART` of them is used to rank draft lengths. Nor did a shipped draft learn
+    from a data.path that has none of its prompts: all rows of that are used. If the folder stores none, the shipped
+    prompts are used.
 
     Args:
         size: has the prompt length (size.prompt_tokens) and the seed. The prompt length is changed in place if `room`

@@ -84,7 +84,7 @@ def fetched(repo: str) -> tuple[str, list[str]]:
 
 
 def said_of(metadata: Metadata) -> list[str]:
-    """Return what every README says of the draft, if it applies: that it was slower than plain decoding, and that it
+    """Return what every README says of the draft, if it applies: that its measurement showed no speed-up, and that it
     learnt from other weights of the target."""
     advice, warning = metadata.origin.get("advice"), metadata.origin.get("warning")
     return [*filter(None, [advice and f"On the machine that measured it, {advice}.", warning])]
