@@ -2,9 +2,9 @@
 
 The context is the text that a chat template writes before the user's message. A target that was trained on chats
 continues it with such a message. Every second context also has the first words of the message, or a system message, so
-that prompts of many tasks come up. A target without a chat template continues its start token with
-a text, whose beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set
-of the user: split by a hash, rendered by the template.
+that prompts of many tasks come up. A target without a chat template continues its start token with a text, whose
+beginning is a prompt. Prompts that pass the filters are written as rows of JSON, and read like a data set of the user:
+split by a hash, rendered by the template.
 """
 
 import hashlib
@@ -34,9 +34,7 @@ from inference import Sampling
 from inference.drafts.atomic import write_atomic
 
 SELF = "self"  # the domain
-GIVEN = (
-    "openings.jsonl"  # in the folder data: first words of messages of many tasks, which seldom come up by themselves
-)
+GIVEN = "openings.jsonl"  # in the folder data: first words for many tasks, which seldom come up by themselves
 NAME = "self_prompts"  # .jsonl: the rows; .json: what they were sampled from, and how many were dropped
 CONTENT = "content0of0the0user"  # stands for the user's content while a template is rendered
 LONGEST = 256  # tokens of a prompt; one that is longer has not ended, and is dropped
@@ -315,8 +313,8 @@ def _text(ids: list[int], opened: Opening, template: Template) -> tuple[str, boo
     the target sampled. opened: where it began, with what ends it."""
     end = next((place for place, token in enumerate(ids) if token in opened.ends), None)
     decode = partial(template.tokenizer.decode, skip_special_tokens=False)
-    context = str(decode(opened.ids)) if opened.begin else ""  # behind words, a decoder may keep a space
-    text = str(decode([*opened.ids, *ids[:end]] if opened.begin else ids[:end]))[len(context) :]
+    context = opened.ids if opened.begin else []  # behind words, a decoder may keep a space
+    text = str(decode([*context, *ids[:end]]))[len(str(decode(context))) :]
     text = opened.begin + text
     closed = bool(opened.close) and opened.close in text
     text = text.partition(opened.close)[0] if closed else text
