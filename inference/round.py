@@ -241,6 +241,11 @@ class DecodingRound:
         return [needs_history(row.sampling) for row in self.rows]
 
     @property
+    def reads_ids(self) -> bool:
+        """Return whether settings that read the text, or noise that is shared, give each id a number of its own."""
+        return self.rule.shared or self.batch.penalties is not None
+
+    @property
     def temperature(self) -> Tensor:
         """Return the temperature of each row (A,). The tensor is a new object if rows have come or gone."""
         return self.batch.regimes.temperature

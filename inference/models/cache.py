@@ -190,10 +190,9 @@ class SlotCache(Cache):
                 states = like.new_empty(1, groups, 0, size)
                 store.lazy_initialization(states, states)
 
-    def stored(self, high: int, low: int = 0) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the keys and the values of the rows [low, high): two lists with one tensor (rows, G, S, D) per
-        layer."""
-        return [store.keys[low:high] for store in self.stores], [store.values[low:high] for store in self.stores]
+    def stored(self, high: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the keys and the values of the rows [0, high): two lists with one tensor (rows, G, S, D) per layer."""
+        return [store.keys[:high] for store in self.stores], [store.values[:high] for store in self.stores]
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         """Move the accepted path of a tree in the rows [0, A) to the slots after its anchor, in every layer. start

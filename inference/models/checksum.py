@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from math import isqrt
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+VERSION = attrgetter("_version")  # a model has hundreds of tensors, and every pass reads their counters
 WORD = 8  # bytes
 FEW = 512  # words: for shorter tensors the checksum reads the bytes themselves
 _UNCHANGED: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()
@@ -93,7 +95,7 @@ def changes(tensors: Iterable[Tensor]) -> int:
     """Return how often the tensors were changed, by torch's counters. Return 0 for tensors of inference mode; torch
     does not count their changes."""
     try:
-        return sum(t._version for t in tensors)
+        return sum(map(VERSION, tensors))
     except RuntimeError:
         return 0
 

@@ -171,9 +171,9 @@ class Lean:
             last = len(self.cache.stores) if stored or LAST in layers else max(layers, default=0)
             x, flat = F.embedding(ids, self.weights.embedding), self.flat[: llama.PARTS * last] + self.flat[-1:]
             self.cache.allocate(self.shape.groups, self.shape.size, x)
-            keys, values = self.cache.stored(window.high, window.low)
-            held, mask = (keys[:last], values[:last]), self.mask(window)
-            return llama.in_kernel(x, flat, self.shape, (cos, sin), held, window.slots, mask, window.limit, layers)
+            stores, where = self.cache.stores[:last], (window.slots, self.mask(window), window.limit, window.low)
+            held = [store.keys for store in stores], [store.values for store in stores]
+            return llama.in_kernel(x, flat, self.shape, (cos, sin), held, *where, layers)
         attend = attention(self.mask(window), self.shape)
         return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
 

@@ -17,7 +17,7 @@
 #include <optional>
 #include <vector>
 
-#ifdef __F16C__
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -153,16 +153,32 @@ at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tens
   return y;
 }
 
+inline float total(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#elif defined(__AVX__)  // the loop below becomes scalar operations
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
+  float sum = 0;
+  for (int w = 0; w < W; w++) sum += x[w];
+  return sum;
+#endif
+}
+
 // y = x over its root mean square, times weight (width,)
 void norm(const float* x, const float* weight, float* y, int64_t width, double eps) {
   double squares = 0;
-  for (int64_t begin = 0; begin < width; begin += 256) {  // short sums in float32 are exact enough
-    float part = 0;
-    for (int64_t i = begin; i < std::min(begin + 256, width); i++) part += x[i] * x[i];
-    squares += part;
+  int64_t i = 0;
+  while (i + W <= width) {  // short sums in float32 are exact enough
+    Floats part = {};
+    for (const int64_t end = std::min(width, i + 256); i + W <= end; i += W) part += load(x + i) * load(x + i);
+    squares += total(part);
   }
+  for (; i < width; i++) squares += x[i] * x[i];
   const float factor = 1 / std::sqrt(static_cast<float>(squares / width + eps));
-  for (int64_t i = 0; i < width; i++) y[i] = weight[i] * (x[i] * factor);
+  for (i = 0; i < width; i++) y[i] = weight[i] * (x[i] * factor);
 }
 
 // e^x within 2^-22 of it, 0 for x below -87, e^88 for x above 88: 2^whole e^rest, the latter by its series
@@ -186,34 +202,108 @@ inline Floats exp(Floats x) {
 // f(x) of n numbers in place, W at a time
 template <typename F>
 void each_of(float* x, int64_t n, const F& f) {
-  for (int64_t i = 0; i < n; i += W) {
-    Floats some = {};
-    const size_t bytes = sizeof(float) * std::min<int64_t>(W, n - i);
-    std::memcpy(&some, x + i, bytes);
-    some = f(some);
-    std::memcpy(x + i, &some, bytes);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {  // a memcpy of a fixed size is one instruction, not a call
+    const Floats some = f(load(x + i));
+    std::memcpy(x + i, &some, sizeof some);
   }
+  if (i == n) return;
+  Floats some = {};
+  std::memcpy(&some, x + i, (n - i) * sizeof(float));
+  some = f(some);
+  std::memcpy(x + i, &some, (n - i) * sizeof(float));
 }
 
-float dot(const float* a, const float* b, int64_t n) {
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + W <= n; i += W) sums += load(a + i) * load(b + i);
-  for (int half = W / 2; half; half /= 2)
-    for (int w = 0; w < half; w++) sums[w] += sums[w + half];
-  float sum = sums[0];
-  for (; i < n; i++) sum += a[i] * b[i];
-  return sum;
+constexpr int MOST = 4;  // queries that share a read of keys and values
+
+// What a query reads. q (size,). visible (read,): added to the scores, or nothing. p: room for the scores, `read` rounded
+// up to a multiple of W. out (size,): the result.
+struct Query {
+  const float* q;
+  const float* visible;
+  float* p;
+  float* out;
+};
+
+// p = q times keys (read, size) from slot `from` on, for M queries and S slots at a time
+template <int M, int S>
+int64_t scores(const Query* of, const float* keys, int64_t from, int64_t read, int64_t size) {
+  for (; from + S <= read; from += S) {
+    const float* k = keys + from * size;
+    Floats sums[M][S] = {};
+    int64_t i = 0;
+    for (; i + W <= size; i += W)
+      for (int l = 0; l < S; l++) {
+        const Floats some = load(k + l * size + i);
+        for (int m = 0; m < M; m++) sums[m][l] += load(of[m].q + i) * some;
+      }
+    for (int m = 0; m < M; m++)
+      for (int l = 0; l < S; l++) {
+        float* p = of[m].p + from + l;
+        *p = total(sums[m][l]);
+        for (int64_t rest = i; rest < size; rest++) *p += of[m].q[rest] * k[l * size + rest];
+      }
+  }
+  return from;
+}
+
+// out = p times values (read, size) from number i on, for M queries and R W numbers at a time
+template <int M, int R>
+int64_t average(const Query* of, const float* values, int64_t i, int64_t read, int64_t size) {
+  for (; i + R * W <= size; i += R * W) {
+    Floats sums[M][R] = {};
+    for (int64_t l = 0; l < read; l++)
+      for (int r = 0; r < R; r++) {
+        const Floats some = load(values + l * size + i + r * W);
+        for (int m = 0; m < M; m++) sums[m][r] += of[m].p[l] * some;
+      }
+    for (int m = 0; m < M; m++) std::memcpy(of[m].out + i, sums[m], sizeof sums[m]);
+  }
+  return i;
+}
+
+// Attention of M queries that read the same keys and values (read, size)
+template <int M>
+void attend(const Query* of, const float* keys, const float* values, int64_t read, int64_t size, float scale) {
+  scores<M, 1>(of, keys, scores<M, 8 / M>(of, keys, 0, read, size), read, size);
+  float divisors[M];
+  for (int m = 0; m < M; m++) {
+    float* p = of[m].p;
+    const float* visible = of[m].visible;
+    for (int64_t l = 0; l < read; l++) p[l] = p[l] * scale + (visible ? visible[l] : 0);
+    const int64_t whole = (read + W - 1) / W * W;
+    std::fill(p + read, p + whole, -std::numeric_limits<float>::infinity());
+    Floats largest = load(p), sums = {};
+    for (int64_t l = W; l < whole; l += W) largest = load(p + l) > largest ? load(p + l) : largest;
+    float most = largest[0];
+    for (int w = 1; w < W; w++) most = std::max(most, largest[w]);
+    each_of(p, whole, [&](Floats score) {
+      const Floats share = exp(score - most);
+      sums += share;
+      return share;
+    });
+    divisors[m] = total(sums);
+  }
+  int64_t i = average<M, 1>(of, values, average<M, 8 / M>(of, values, 0, read, size), read, size);
+  for (int m = 0; m < M; m++) {
+    float* out = of[m].out;
+    for (int64_t o = i; o < size; o++) {
+      out[o] = 0;
+      for (int64_t l = 0; l < read; l++) out[o] += of[m].p[l] * values[l * size + o];
+    }
+    for (int64_t o = 0; o < size; o++) out[o] /= divisors[m];
+  }
 }
 
 // Decoder layers over x (A, n, width): returns the states after the layers in `wanted` (0: x; -1: after the last layer
 // and the final norm), and writes keys and values to slots `written` (A, n). weights: 12 tensors a layer, empty ones
-// for none, then the final norm. keys, values: a tensor (A, G, slots, size) a layer, contiguous but for its rows.
+// for none, then the final norm. keys, values: a tensor (rows, G, slots, size) a layer, contiguous; x[a] is of row
+// low + a.
 // beside, its_norm: if not empty, the first layer's attention reads the norm of beside (A, n, width), then that of x.
 // cos, sin (A or 1, n, 1, size). mask (A, 1, n, read), added to the scores of the slots read; empty for none.
 std::vector<at::Tensor> layers(
     const at::Tensor& given, const at::Tensor& beside, const at::Tensor& its_norm, at::TensorList weights, at::TensorList keys, at::TensorList values,
-    const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& written, const at::Tensor& mask, int64_t read,
+    const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& written, const at::Tensor& mask, int64_t read, int64_t low,
     int64_t heads, int64_t groups, int64_t size, double scale, double eps, at::IntArrayRef wanted) {
   constexpr int PARTS = 12;
   const int64_t A = given.size(0), n = given.size(1), width = given.size(2), N = A * n;
@@ -224,10 +314,9 @@ std::vector<at::Tensor> layers(
   auto x_ = given.contiguous().clone();
   auto h_ = at::empty({N, 2 * width}, options), turned_ = at::empty({N, joined}, options);
   auto attended_ = at::empty({N, heads * size}, options), wide_ = at::empty({N, 2 * inner}, options);
-  auto gated_ = at::empty({N, inner}, options), scores_ = at::empty({A, groups, read}, options);
+  auto gated_ = at::empty({N, inner}, options);
   float *x = x_.data_ptr<float>(), *h = h_.data_ptr<float>(), *turned = turned_.data_ptr<float>();
   float *attended = attended_.data_ptr<float>(), *wide = wide_.data_ptr<float>(), *gated = gated_.data_ptr<float>();
-  float* scores = scores_.data_ptr<float>();
   const auto beside_ = beside.contiguous(), cos_ = cos.contiguous(), sin_ = sin.contiguous(), written_ = written.contiguous(), mask_ = mask.contiguous();
   const float *c = numbers(cos_), *s = numbers(sin_), *seen = numbers(mask_);
   const auto* slots = written_.const_data_ptr<int64_t>();
@@ -254,19 +343,22 @@ std::vector<at::Tensor> layers(
       norm(x + r * width, numbers(w[0]), more ? to + width : to, width, eps);
     });
     multiply(h, w[1], numbers(w[2]), turned, N, joined);
-    float *k = keys[layer].data_ptr<float>(), *v = values[layer].data_ptr<float>();
     const int64_t length = keys[layer].size(2), row = keys[layer].stride(0);
+    float *k = keys[layer].data_ptr<float>() + low * row, *v = values[layer].data_ptr<float>() + low * row;
     rows([&](int64_t r) {
       const int64_t a = r / n, j = r % n;
       const float *ca = c + a * shared + j * size, *sa = s + a * shared + j * size;
       float* states_of = turned + r * joined;
-      std::vector<float> before(size);
+      const int64_t half = size / 2;
       for (int64_t head = 0; head < heads + groups; head++) {
         float* t = states_of + head * size;
         const at::Tensor& of = w[head < heads ? 3 : 4];
         if (of.numel()) norm(t, numbers(of), t, size, eps);
-        std::copy(t, t + size, before.begin());
-        for (int64_t i = 0; i < size; i++) t[i] = before[i] * ca[i] + before[(i + size / 2) % size] * sa[i];
+        for (int64_t i = 0; i < half; i++) {
+          const float first = t[i], second = t[i + half];
+          t[i] = first * ca[i] + second * sa[i];
+          t[i + half] = second * ca[i + half] + first * sa[i + half];
+        }
       }
       for (int64_t g = 0; g < groups; g++) {
         const int64_t to = a * row + (g * length + slots[r]) * size;
@@ -274,28 +366,25 @@ std::vector<at::Tensor> layers(
         std::copy_n(states_of + (heads + groups + g) * size, size, v + to);
       }
     });
-    at::parallel_for(0, A * groups, std::max<int64_t>(1, ALONE / (each * n * read * size + 1)), [&](int64_t b, int64_t e) {
-      for (int64_t one = b; one < e; one++) {
-        const int64_t a = one / groups, g = one % groups, from = a * row + g * length * size;
-        float* p = scores + one * read;
-        for (int64_t j = 0; j < n; j++) {
-          const float* visible = seen ? seen + (a * n + j) * read : nullptr;
-          for (int64_t head = g * each; head < (g + 1) * each; head++) {
-            const float* q = turned + (a * n + j) * joined + head * size;
-            float* out = attended + ((a * n + j) * heads + head) * size;
-            float most = -std::numeric_limits<float>::infinity(), sum = 0;
-            for (int64_t l = 0; l < read; l++) {
-              p[l] = dot(q, k + from + l * size, size) * static_cast<float>(scale) + (visible ? visible[l] : 0);
-              most = std::max(most, p[l]);
-            }
-            each_of(p, read, [&](Floats score) { return exp(score - most); });
-            for (int64_t l = 0; l < read; l++) sum += p[l];
-            std::fill_n(out, size, 0.f);
-            for (int64_t l = 0; l < read; l++) {
-              const float share = p[l] / sum, *value = v + from + l * size;
-              for (int64_t i = 0; i < size; i++) out[i] += share * value[i];
-            }
-          }
+    const int64_t shares = n * each, room = read + W;  // queries that read the same keys
+    at::parallel_for(0, N * heads, std::max<int64_t>(1, ALONE / (2 * read * size)), [&](int64_t b, int64_t e) {
+      std::vector<float> p(MOST * room);
+      for (int64_t one = b, count; one < e; one += count) {
+        const int64_t together = one / shares, g = together % groups, a = together / groups;
+        count = std::min<int64_t>({MOST, e - one, (together + 1) * shares - one});
+        Query of[MOST];
+        for (int64_t m = 0; m < count; m++) {
+          const int64_t at = one + m - together * shares, head = g * each + at % each, r = a * n + at / each;
+          of[m] = {turned + r * joined + head * size, seen ? seen + r * read : nullptr, p.data() + m * room,
+                   attended + (r * heads + head) * size};
+        }
+        const int64_t from = a * row + g * length * size;
+        const float *its_keys = k + from, *its_values = v + from;
+        switch (count) {
+          case 1: attend<1>(of, its_keys, its_values, read, size, scale); break;
+          case 2: attend<2>(of, its_keys, its_values, read, size, scale); break;
+          case 3: attend<3>(of, its_keys, its_values, read, size, scale); break;
+          case 4: attend<4>(of, its_keys, its_values, read, size, scale); break;
         }
       }
     });
@@ -329,7 +418,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def(
       "layers(Tensor x, Tensor beside, Tensor its_norm, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
-      "Tensor cos, Tensor sin, Tensor written, Tensor mask, int read, int heads, int groups, int size, float scale, "
+      "Tensor cos, Tensor sin, Tensor written, Tensor mask, int read, int low, int heads, int groups, int size, float scale, "
       "float eps, int[] wanted) -> Tensor[]");
 }
 

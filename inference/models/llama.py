@@ -182,15 +182,16 @@ def in_kernel(
     slots: Tensor,
     mask: Tensor | None,
     limit: int,
+    low: int,
     layers: Collection[int] = (LAST,),
     beside: tuple[Tensor, Tensor] | None = None,
 ) -> dict[int, Tensor]:
     """Return what `states_of` returns, by one operator of `kernels.cpp`, for x (A, n, W).
 
     flat: what `of_kernel` returns, for the layers to run. angles: cos and sin. stored: the keys and the values of each
-    of these layers, (A, G, S, D). slots (A, n): where new ones are written. mask (A, 1, n, limit): added to the scores
-    of the slots [0, limit), None for none. beside (A, n, W) and its norm (W,): what the first layer's attention reads
-    before x, None for nothing. shape: of the model.
+    of these layers, (rows, G, S, D); x[a] is of row low + a. slots (A, n): where new ones are written. mask (A, 1, n,
+    limit): added to the scores of the slots [0, limit), None for none. beside (A, n, W) and its norm (W,): what the
+    first layer's attention reads before x, None for nothing. shape: of the model.
     """
     none, wanted = x.new_empty(0), [*dict.fromkeys(layers)]
     states = torch.ops.inference.layers(
@@ -202,6 +203,7 @@ def in_kernel(
         slots,
         none if mask is None else mask,
         limit,
+        low,
         *(shape.heads, shape.groups, shape.size, shape.scale, shape.eps),
         wanted,
     )

@@ -87,7 +87,7 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def spread_logits(logits: Tensor, known: Tensor, size: int) -> Tensor:
     """Return logits (..., size) in which all ids outside `known` have -inf. logits (..., Vd): entry i is for the id
     known[i]. known (Vd,)."""
-    return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy(-1, known, logits)
+    return logits.new_full((*logits.shape[:-1], size), -torch.inf).index_copy_(-1, known, logits)
 
 
 def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
@@ -95,7 +95,7 @@ def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
     probs (..., Vd): entry i is for the id known[i]. known (Vd,)."""
     none = probs[..., :1] - probs[..., :1]
     # the compiler of torch 2.13 copies an expanded tensor without room for its entries
-    return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy(-1, known, probs)
+    return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy_(-1, known, probs)
 
 
 class SmallHead(nn.Module):

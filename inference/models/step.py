@@ -58,6 +58,8 @@ class Tempered:
     """A round whose distributions depend only on a temperature, as a function of tensors. u (A, k): uniforms.
     temperature (A,): above 0, unless `greedy`. greedy: whether all drafts are the likeliest tokens."""
 
+    reads_ids = False
+
     def __init__(self, u: Tensor, temperature: Tensor, greedy: bool) -> None:
         self.u, self.temperature, self.greedy = u, temperature, greedy
 

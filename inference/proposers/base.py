@@ -170,6 +170,11 @@ class Round(Protocol):
     def reads_history(self) -> list[bool]:
         """Return, for each row, whether its settings read the text."""
 
+    @property
+    def reads_ids(self) -> bool:
+        """Return whether distributions or draws depend on the tokens' ids, and not on the logits alone. If not, `probs`
+        and `draw` accept logits of any part of the vocabulary, in the order of the ids."""
+
     def inner(self, depths: int) -> Tensor | None:
         """Return uniforms (3, A, depths) for inner rounds, which a proposer verifies itself: for their drafts, their
         acceptance tests and their last tokens. No other draw or test of the row uses them. Call `send` first.
@@ -220,6 +225,10 @@ class RoundView:
     @property
     def reads_history(self) -> list[bool]:
         return self.round.reads_history
+
+    @property
+    def reads_ids(self) -> bool:
+        return self.round.reads_ids
 
     def inner(self, depths: int) -> Tensor | None:
         return self.round.inner(depths)

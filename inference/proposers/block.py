@@ -208,12 +208,12 @@ class BlockDrafting(EagleDrafting):
         logits = self.target_head(states) if network.lm_head is None else network.head(states, self.vocabulary)
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, network.term(self.vocabulary))
 
-    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
+    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> tuple[Tensor, Tensor]:
         """Store the keys and values of tokens in all layers, in the slots of `window`. features (A, n, H): the tokens'
-        features, returned unchanged. ids (A, n) are not read."""
+        features, returned unchanged, twice. ids (A, n) are not read."""
         for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
             slots.store(layer, window, k, v)
-        return features
+        return features, features
 
 
 def masks_of(network: BlockNetwork, K: int) -> int:

@@ -33,11 +33,11 @@ from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
 from inference.models.forward import SHORT, additive, attention, most_ids, origin_of, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
-from inference.models.passes import States
+from inference.models.passes import LAST, States
 from inference.models.pretrained import layers_of, widened
 from inference.models.replay import Replay, replay_of
 from inference.models.small_heads import fill, projection, refuse_ids, spread_logits, spread_probs
-from inference.models.step import Drafts, Nodes, Tempered, behind, by_round, one_by_one
+from inference.models.step import Drafts, Nodes, behind, by_round, one_by_one
 from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Proposer, Round
 from inference.proposers.trees import StaticTrees, TreeShape, trees_of
 
@@ -207,7 +207,9 @@ class FeatureNetwork(PreTrainedModel):
         """Return logits (..., Vd) over the draft's own tokens; tokens whose target id is not below `vocabulary` get
         -inf. states (..., H): after `norm`."""
         logits: Tensor = self.lm_head(states)
-        return logits.masked_fill(self.known >= vocabulary, -torch.inf) if self.pruned else logits[..., :vocabulary]
+        if self.pruned and vocabulary < self.config.vocab_size:
+            return logits.masked_fill(self.known >= vocabulary, -torch.inf)
+        return logits if self.pruned else logits[..., :vocabulary]
 
     def target_ids(self, ids: Tensor) -> Tensor:
         """Return the target's ids (...) of the draft's own tokens. ids (...): numbers of tokens in the draft's
@@ -409,8 +411,8 @@ class EagleDrafting(nn.Module):
         self.flat: list[Tensor] | None = None  # the layer's weights, for `llama.in_kernel`
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
-        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). If the
-        distributions depend only on a temperature, drafts are drawn among the tokens of the draft's vocabulary.
+        """Return the drafts of K depths, (A, K) or (A, N) for trees, and their distributions (A, K or N, V). Drafts of
+        chains are drawn among the tokens of the draft's vocabulary, unless the round reads the tokens' ids.
 
         given: tensors by name: the pairs that are not stored yet (`Eagle._given`), and the slots, angles, keys and
         values that the passes read (`Eagle._reads`).
@@ -418,20 +420,20 @@ class EagleDrafting(nn.Module):
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
-        above = picked_columns(self.layer(slots, ids, features, window), only)  # output at that level
-        own, choose = isinstance(round, Tempered), by_round(round, self.greedy)
+        above, last = (picked_columns(part, only) for part in self.layer(slots, ids, features, window))
+        own, choose = not (self.branching or round.reads_ids), by_round(round, self.greedy)
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
-            nonlocal above
+            nonlocal above, last
             window = draft_window(anchor, nodes, ids.shape[1], limit)
-            above = self.layer(slots, ids, nodes.of_parents(above), window)
-            return self.logits(above, own)
+            above, last = self.layer(slots, ids, nodes.of_parents(above), window)  # outputs at that level
+            return self.logits(last, own)
 
         def chosen(logits: Tensor, drafts: list[Tensor]) -> Drafts:
             ids, probs = choose(logits, drafts)
             return self.network.target_ids(ids), probs
 
-        logits = self.logits(above, own)[:, 0]
+        logits = self.logits(last, own)[:, 0]
         if self.branching:
             return self.branching.grown(round, K, logits, follow, self.greedy)
         x, q = one_by_one(K, logits, follow, chosen if own else choose, round.goes_on)
@@ -440,25 +442,26 @@ class EagleDrafting(nn.Module):
     def slots(self, given: Mapping[str, Any]) -> PairSlots:
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))
 
-    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> Tensor:
-        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H). This writes the
-        pairs' keys and values to the window's slots, and reads the slots up to the window's limit. slots: the cache
-        slots of all pairs. window: which slots the pass writes and reads."""
+    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+        """Return the decoder layer's output (A, n, H) for pairs of ids (A, n) and features (A, n, H), and the output
+        after `norm`, which the head reads. This writes the pairs' keys and values to the window's slots, and reads the
+        slots up to the window's limit. slots: the cache slots of all pairs. window: which slots the pass writes and
+        reads."""
         embedded, mask = self.embedding(ids).to(features.dtype), slots.mask(window)
         angles = slots.angles(window.positions)
         if self.flat is not None and ids.shape[1] <= most_ids(window):
-            rows, norm = slice(window.low, window.high), self.network.midlayer.input_layernorm.weight
-            stored = [slots.keys[0][rows]], [slots.values[0][rows]]
-            where = window.slots, mask, window.limit, (1,)
-            return llama.in_kernel(features, self.flat, self.shape, angles, stored, *where, (embedded, norm))[1]
-        output: Tensor = self.network.layer(embedded, features, *angles, slots.attend(0, window, mask))
-        return output
+            stored, norm = (slots.keys, slots.values), self.network.midlayer.input_layernorm.weight
+            where = window.slots, mask, window.limit, window.low, (1, LAST)
+            states = llama.in_kernel(features, self.flat, self.shape, angles, stored, *where, (embedded, norm))
+            return states[1], states[LAST]
+        output = self.network.layer(embedded, features, *angles, slots.attend(0, window, mask))
+        return output, self.network.norm(output)
 
-    def logits(self, output: Tensor, own: bool = False) -> Tensor:
-        """Return logits (A, n, V), or (A, n, Vd) over the draft's own tokens if `own`. output (A, n, H): of the decoder
-        layer."""
+    def logits(self, states: Tensor, own: bool = False) -> Tensor:
+        """Return logits (A, n, V), or (A, n, Vd) over the draft's own tokens if `own`. states (A, n, H): after
+        `norm`."""
         head = self.network.own_logits if own else self.network.head
-        logits: Tensor = head(self.network.norm(output), self.vocabulary)
+        logits: Tensor = head(states, self.vocabulary)
         return logits
 
 

@@ -72,8 +72,8 @@ class PEagleDrafting(EagleDrafting):
         ids = pad(ids, (0, K - 1)).masked_fill(~text, self.network.mask)
         features = torch.where(text.unsqueeze(-1), pad(features, (0, 0, 0, K - 1)), self.network.mask_features())
         window = Window(0, len(ids), pairs.unsqueeze(1) + columns, None, given["slots"].shape[0])
-        output = self.layer(self.slots(given), ids, features, window)
-        logits, term = self.logits(picked_columns(output, behind(only, K))), self.network.term(self.vocabulary)
+        _, last = self.layer(self.slots(given), ids, features, window)
+        logits, term = self.logits(picked_columns(last, behind(only, K))), self.network.term(self.vocabulary)
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, term)
 
 

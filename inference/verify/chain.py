@@ -107,7 +107,8 @@ def _leading(passed: Tensor) -> Tensor:
 
 def _at(x: Tensor, i: Tensor) -> Tensor:
     """Return x[b, i_b] (B, ...) for x (B, n, ...) and i (B,)."""
-    return x[torch.arange(x.shape[0], device=x.device), i]
+    first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
+    return x.flatten(0, 1).index_select(0, first + i)  # copies rows whole, which indexing does number by number
 
 
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def _weights(ratios: Tensor) -> Tensor:
 
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
     """Return max(w p - q, 0) (..., V). p, q (..., V). w (...)."""
-    return (w.unsqueeze(-1) * wide(p) - wide(q)).clamp(min=0)
+    return (w.unsqueeze(-1) * wide(p)).sub_(wide(q)).clamp_(min=0)
 
 
 def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:

@@ -31,8 +31,9 @@ def by_transformers(logits: torch.Tensor, s: Sampling) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_probs_equal_transformers_warpers_ties_included(dtype):
-    logits = ties().to(dtype)
-    for t, k, p, m in itertools.product((0.3, 1.0, 1.7), (0, 1, 3, 99), (1.0, 0.9, 0.5, 0.05), (0.0, 0.1, 1.0)):
+    many = torch.cat((torch.randn(8, 3000) * 4, ties(8, 3000)))  # not sorted whole, unless logits at the cut are equal
+    numbers = itertools.product((0.3, 1.0, 1.7), (0, 1, 3, 99), (1.0, 0.9, 0.5, 0.05), (0.0, 0.1, 1.0))
+    for logits, (t, k, p, m) in itertools.product((ties().to(dtype), many.to(dtype)), numbers):
         s = Sampling(t, k, p, m)
         assert torch.equal(probs(logits, s), by_transformers(logits, s)), s
 
