@@ -126,6 +126,7 @@ class ForcedRound(DecodingRound):
     close: dict[int, Tensor]
     offered: dict[int, Tensor]
     certain: bool
+    reads_ids = True  # the text's own
 
     def force(self, nexts: Sequence[list[int]], gap: float) -> None:
         """Set the tokens that draws return. nexts: the next tokens of each row's text; past its end, draws return 0.
