@@ -21,7 +21,7 @@ from inference import Engine
 from inference.exactness.audit import ServedCalls, audit, from_target
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import LEVEL, RESAMPLES, Interval, interleave
+from inference.measure.timing import RESAMPLES, Interval, bootstrapped, interleave
 from inference.output import Counts, Emitted
 from inference.proposers.base import Proposer
 from inference.sampling.noise import row_ids
@@ -69,10 +69,11 @@ class Parity:
         return not self.unlike and abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
     def line(self) -> str:
+        value, low, high = (one - 1 for one in self.ratio)
+        ends = f"[{low:+.1%}, {high:+.1%}]" if low < high else "(too few prompts for an interval)"
         return (
             f"tau {self.served:.3f} served, {self.predicted:.3f} predicted on the served texts (z {self.z:+.1f}), "
-            f"{self.ours:.3f} here: {self.ratio.value - 1:+.1%} [{self.ratio.low - 1:+.1%}, {self.ratio.high - 1:+.1%}]"
-            f" on {self.tokens} tokens, {self.speed:.0f} a second{self.texts and f'; {self.texts}'}"
+            f"{self.ours:.3f} here: {value:+.1%} {ends} on {self.tokens} tokens, {self.speed:.0f} a second{self.texts and f'; {self.texts}'}"
         )
 
     def report(self) -> dict[str, Any]:
@@ -204,13 +205,11 @@ def figures_after(
 
 
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
-    """Return the server's tau over this engine's tau, with its bootstrap interval over prompts. served, ours (N, 2):
-    tokens and rounds for each prompt."""
+    """Return the server's tau over this engine's tau, with its bootstrap interval over prompts, nan for few prompts.
+    served, ours (N, 2): tokens and rounds for each prompt."""
 
     def tau(pairs: np.ndarray) -> np.ndarray:
         total = pairs.sum(-2)
         return np.asarray(total[..., 0] / total[..., 1])
 
-    drawn = np.random.default_rng(0).integers(len(ours), size=(RESAMPLES, len(ours)))
-    low, high = np.quantile(tau(served[drawn]) / tau(ours[drawn]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(tau(served) / tau(ours)), float(low), float(high))
+    return bootstrapped(lambda at: tau(served[at]) / tau(ours[at]), len(ours), RESAMPLES, 0)

@@ -170,7 +170,7 @@ def _check(path: str, as_json: bool) -> None:
         problems = hf.folder_problems(path)
         if as_json or not problems:
             report = {"folder": path, "passed": not problems, "problems": problems}
-            whole = "the folder is complete, and every tensor is as config.json says"
+            whole = "the folder is complete, and every tensor is as config.json says; export engine= says who loads it"
             if not problems and hf.is_foreign(read(path)):
                 whole = "the files of tensors are whole; their names and shapes are for the engine to check"
             answer(report, f"{path}: {whole}")

@@ -147,6 +147,8 @@ class Reader:
         for name, value in left.items():
             if len(values) == 1 and (between := next((one for one in ";\t|" if one in name), "")):
                 raise ValueError(f"its only column is {name!r}: separate columns by commas, not by {between!r}")
+            if name == "choices":  # of OpenAI's completions
+                raise ValueError("it is a server's answer without the prompt: write the request's messages beside it")
             if has_objects(value):
                 raise ValueError(
                     f"its {name!r} is a list of objects: if these are the rows, write a file of that list alone"

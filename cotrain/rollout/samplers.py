@@ -167,7 +167,7 @@ def collect(
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
     size = sampler.rows if seconds else CALL * sampler.rows
-    display = Display(title or f"rollout T={sampling.temperature:g}", len(asked), "texts", first, say)
+    display = Display(title or f"texts at temperature {sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         for start in range(first, len(asked), size):
             chosen = order[start : start + size]

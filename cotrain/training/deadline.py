@@ -8,8 +8,8 @@ from cotrain.config.settings import TrainConfig, judged, learnt
 
 # shares of the run's minutes
 LEAST = 0.15  # training gets at least this share, even if the rest of the run takes too long
-SAMPLING = {"train": 0.17, "held_out": 0.07}  # sampling gets at most this share, for all temperatures together
-PROMPTS = 0.06  # sampling prompts of the target itself gets at most this share
+SAMPLING = {"train": 0.3, "held_out": 0.05}  # sampling gets at most this share, for all temperatures together
+PROMPTS = 0.15  # sampling prompts of the target itself gets at most this share
 JUDGING = 0.2  # validations and the evaluation of the exported checkpoint get at most this share
 ONCE = 1 / 6  # one evaluation of the held-out texts gets at most this part of JUDGING
 # durations of the end of a run

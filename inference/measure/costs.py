@@ -72,8 +72,10 @@ class Costs:
 
     @property
     def rounds(self) -> tuple[float, ...]:
-        """Return the seconds of a round for each draft length 0 to K."""
-        return tuple(map(self.round, range(len(self.target))))
+        """Return the seconds of a round for each draft length 0 to K. None is above that of a longer length: there the
+        machine was busy, and a speed-up above tau would be forecast."""
+        seconds = [self.round(k) for k in reversed(range(len(self.target)))]
+        return tuple(map(float, np.minimum.accumulate(seconds)))[::-1]
 
     def drafting(self, k: int) -> float:
         """Return the seconds that drafting k tokens takes in a round."""

@@ -81,7 +81,7 @@ class Timing:
         batches. resamples: how often the batches are drawn, with replacement. seed: of these draws. The interval is nan
         for fewer than `FEW` batches."""
         paid = self._paid(arm, False)  # (batches, 2)
-        return _bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
+        return bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
@@ -92,7 +92,7 @@ class Timing:
         both arms' speeds from the same batches. seed: of these draws.
         """
         x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
-        return _bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
+        return bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
 
     def stats(self, arm: str) -> Stats | None:
         """Return the counts and clocks of all runs of an arm, or None for an arm without counts."""
@@ -118,7 +118,7 @@ class Timing:
         return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
 
 
-def _bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
+def bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:
     """Return the value of `figure` for all batches, with its percentile bootstrap interval at `LEVEL`. The ends are nan
     for fewer than `FEW` batches. figure: maps batch numbers (..., batches) to values (...). batches: how many there
     are. resamples: how often they are drawn, with replacement."""

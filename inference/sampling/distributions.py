@@ -127,25 +127,26 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
     ...): 1 - p of each row, instead of p, if rows differ. On a CPU a large vocabulary is sorted only for a row whose
     tail does not begin among its `TOP` likeliest tokens, or begins between equal logits.
     """
-    tail = torch.as_tensor(1 - p if rest is None else rest, dtype=torch.float64, device=logits.device)
+    tail = 1 - p if rest is None else rest
     if logits.device.type != "cpu" or logits.shape[-1] < 4 * TOP or torch.compiler.is_compiling():
         return _without_tail(logits, tail)
-    rows, tails = logits.flatten(0, -2), tail.expand(*logits.shape[:-1], 1).reshape(-1, 1)
+    rows = logits.flatten(0, -2)
+    tails = torch.as_tensor(tail, dtype=logits.dtype).expand(*logits.shape[:-1], 1).reshape(-1, 1)
     top = rows.topk(TOP, dim=-1).values  # (R, TOP), descending
     # exp is slow where its results are denormal numbers, below -80
     whole = (rows - top[:, :1]).clamp_(min=-80).exp_().sum(-1, keepdim=True)
     mass = (top - top[:, :1]).double().exp() / whole
     above = mass.cumsum(-1) - mass  # mass of the likelier tokens
-    kept = (1 - above > tails).sum(-1, keepdim=True)
-    least = top.gather(-1, (kept - 1).clamp(min=0))
-    known = (kept > 0) & (least > top[:, -1:]) & ((top >= least).sum(-1, keepdim=True) == kept)
+    size = (1 - above > tails).sum(-1, keepdim=True)
+    least = top.gather(-1, (size - 1).clamp(min=0))
+    known = (size > 0) & (least > top[:, -1:]) & ((top >= least).sum(-1, keepdim=True) == size)
     result = rows.masked_fill(rows < least, -math.inf)
     for row in (~known).nonzero()[:, 0].tolist():
         result[row] = _without_tail(rows[row], tails[row])
     return result.view(logits.shape)
 
 
-def _without_tail(logits: Tensor, tail: Tensor) -> Tensor:
+def _without_tail(logits: Tensor, tail: float | Tensor) -> Tensor:
     ascending, order = logits.sort(dim=-1, descending=False)
     gone = ascending.softmax(-1).cumsum(-1) <= tail
     gone[..., -1] = False

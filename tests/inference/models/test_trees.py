@@ -15,6 +15,7 @@ from inference.verify.tree import MOST_NODES, Tree
 from tests import standin
 from tests import tiny as tinies
 from tests.inference import test_families as families
+from tests.inference.test_tree_families import TWELVE
 from tests.often import often
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4], [12, 13, 14, 15, 16, 17, 18]]
@@ -111,24 +112,7 @@ def test_in_few_operations_and_in_transformers_own_forward() -> None:
         check(LM(model, 3, stock=stock), LM(model, 3, stock=True), [PARENTS] * 3, Tree(PARENTS), 1e-6)
 
 
-NAMED = {
-    "Llama",
-    "Mistral",
-    "Qwen2",
-    "Qwen3",
-    "Gemma2",
-    "Gemma3Text",
-    "Phi3",
-    "GPT2",
-    "GPTNeoX",
-    "OPT",
-    "StableLm",
-    "Olmo2",
-    "Cohere2",
-    "Gemma4Text",
-    "Llama4Text",
-    "Mpt",
-}
+NAMED = {*TWELVE, "Cohere2", "Gemma4Text", "Llama4Text", "Mpt"}
 EVERY = [(name, settings) for name, settings, *_ in [*families.SUPPORTED, *families.BEHAVING] if name in NAMED]
 
 

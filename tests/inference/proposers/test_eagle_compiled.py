@@ -24,21 +24,15 @@ from inference.proposers.eagle import Eagle
 from inference.proposers.quantised import round_bits
 from inference.sampling import draw
 from tests import kinds
+from tests.inference import test_drafting
 from tests.inference.test_shared_proposers import Short
 from tests.often import often
 from tests.tiny import compiles, tiny, traced
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignore_eos": True}
-REGIMES = {
-    "sampled": [Sampling(0.8)] * 5,
-    "greedy": [Sampling(0)] * 5,
-    "each its own": [Sampling(t) for t in (0.3, 1.0, 0.7, 2.0, 1.0)],
-    "mixed with greedy": [Sampling(t) for t in (0, 1.0, 0, 2.0, 1.0)],
-    "truncated": [Sampling(0.8, top_k=5)] * 5,
-    "with history": [Sampling(0.8, repetition_penalty=1.2)] * 5,
-    "with a processor": [Sampling(0.8, processors=(lambda ids, logits: logits / 2,))] * 5,
-}
+REGIMES = {name: rows for name, rows in test_drafting.REGIMES.items() if " by " not in name}
+REGIMES["with a processor"] = [Sampling(0.8, processors=(lambda ids, logits: logits / 2,))] * 5
 OFTEN = {("sampled", 1), ("each its own", 3), ("mixed with greedy", 3), ("with history", 3)}
 UNCOMPILED = {"truncated", "with history", "with a processor", "mixed with greedy"}
 
