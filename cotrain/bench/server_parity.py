@@ -64,16 +64,20 @@ class Parity:
     @property
     def passed(self) -> bool:
         """Return whether three things hold: nothing says that the texts are not the target's; the server's tau is
-        within `TOLERANCE` of the predicted one; the interval of `ratio` overlaps 1 ± `TOLERANCE`."""
-        differs = self.ratio.low > 1 + TOLERANCE or self.ratio.high < 1 - TOLERANCE
+        within `TOLERANCE` of the predicted one; the interval of `ratio`, or without one the value, overlaps 1 ±
+        `TOLERANCE`."""
+        value, low, high = self.ratio
+        low, high = (low, high) if low == low else (value, value)
+        differs = low > 1 + TOLERANCE or high < 1 - TOLERANCE
         return not self.unlike and abs(self.served / self.predicted - 1) <= TOLERANCE and not differs
 
     def line(self) -> str:
         value, low, high = (one - 1 for one in self.ratio)
-        ends = f"[{low:+.1%}, {high:+.1%}]" if low < high else "(too few prompts for an interval)"
+        ends = f"[{low:+.1%}, {high:+.1%}]" if low == low else "(too few prompts for an interval)"
         return (
             f"tau {self.served:.3f} served, {self.predicted:.3f} predicted on the served texts (z {self.z:+.1f}), "
-            f"{self.ours:.3f} here: {value:+.1%} {ends} on {self.tokens} tokens, {self.speed:.0f} a second{self.texts and f'; {self.texts}'}"
+            f"{self.ours:.3f} here: {value:+.1%} {ends} on {self.tokens} tokens, {self.speed:.0f} a second"
+            f"{self.texts and f'; {self.texts}'}"
         )
 
     def report(self) -> dict[str, Any]:

@@ -138,5 +138,9 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     runs = f"{reached.runs} runs of {reached.batches} batches took {reached.seconds:.0f} s"
     if reached.enough:
         return f"{near}, as wanted ({100 * wanted:.0f} %): {runs}"
-    why = "the time limit (bench.minutes=) was reached" if reached.batches >= LEAST else "too few batches were timed"
+    why = (
+        "the time limit (bench.minutes=) was reached"
+        if reached.batches >= LEAST
+        else "of so few batches it is itself uncertain"
+    )
     return f"{near}; {100 * wanted:.0f} % was wanted, but {why}: {runs}"

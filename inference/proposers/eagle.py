@@ -408,6 +408,8 @@ class EagleDrafting(nn.Module):
         super().__init__()
         self.network, self.embedding, self.shape = network, embedding, shape
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
+        # whether draws among the draft's own tokens are those among all
+        self.ordered = not network.pruned or bool((network.known.diff() > 0).all())
         self.flat: list[Tensor] | None = None  # the layer's weights, for `llama.in_kernel`
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
@@ -421,7 +423,7 @@ class EagleDrafting(nn.Module):
         slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
         above, last = (picked_columns(part, only) for part in self.layer(slots, ids, features, window))
-        own, choose = not (self.branching or round.reads_ids), by_round(round, self.greedy)
+        own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal above, last

@@ -15,6 +15,7 @@ from torch import Tensor
 from inference.sampling.parameters import Sampling
 
 TOP = 256  # likeliest tokens among which a nucleus nearly always ends
+NEAR = 1e-4  # relative error of a sum in float32 over a vocabulary, at most
 Truncate = Callable[[Tensor], Tensor]  # logits (..., V) -> logits (..., V), -inf on what is cut
 
 
@@ -125,24 +126,25 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
 
     torch.sort decides the order of equal logits, as in transformers; the order depends only on the row. rest (A, 1,
     ...): 1 - p of each row, instead of p, if rows differ. On a CPU a large vocabulary is sorted only for a row whose
-    tail does not begin among its `TOP` likeliest tokens, or begins between equal logits.
+    tail does not begin among its `TOP` likeliest tokens, or begins between equal logits or where rounding decides.
     """
     tail = 1 - p if rest is None else rest
-    if logits.device.type != "cpu" or logits.shape[-1] < 4 * TOP or torch.compiler.is_compiling():
+    sorts = logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64)
+    if sorts or logits.shape[-1] < 4 * TOP or torch.compiler.is_compiling():
         return _without_tail(logits, tail)
-    rows = logits.flatten(0, -2)
-    tails = torch.as_tensor(tail, dtype=logits.dtype).expand(*logits.shape[:-1], 1).reshape(-1, 1)
-    top = rows.topk(TOP, dim=-1).values  # (R, TOP), descending
-    # exp is slow where its results are denormal numbers, below -80
-    whole = (rows - top[:, :1]).clamp_(min=-80).exp_().sum(-1, keepdim=True)
-    mass = (top - top[:, :1]).double().exp() / whole
-    above = mass.cumsum(-1) - mass  # mass of the likelier tokens
-    size = (1 - above > tails).sum(-1, keepdim=True)
+    rows = logits.reshape(-1, logits.shape[-1])
+    tails = torch.as_tensor(tail, dtype=torch.float64).expand(*logits.shape[:-1], 1).reshape(-1, 1)
+    top, ids = rows.topk(TOP, dim=-1)  # (R, TOP), descending
+    mass = (rows - top[:, :1]).clamp_(min=-80).exp_()  # exp is slow below, where its results are denormal numbers
+    most, whole = mass.gather(-1, ids).double(), mass.sum(-1, keepdim=True, dtype=torch.float64)
+    rest_of = whole - (most.cumsum(-1) - most)  # mass of each token and of all that are less likely
+    size = (rest_of > tails * whole).sum(-1, keepdim=True)
     least = top.gather(-1, (size - 1).clamp(min=0))
     known = (size > 0) & (least > top[:, -1:]) & ((top >= least).sum(-1, keepdim=True) == size)
+    known &= ((rest_of - tails * whole).abs() > NEAR * tails * whole).all(-1, keepdim=True)  # the sort rounds its sums
     result = rows.masked_fill(rows < least, -math.inf)
     for row in (~known).nonzero()[:, 0].tolist():
-        result[row] = _without_tail(rows[row], tails[row])
+        result[row] = _without_tail(rows[row], tails[row].to(rows.dtype))
     return result.view(logits.shape)
 
 

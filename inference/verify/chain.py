@@ -106,7 +106,7 @@ def _leading(passed: Tensor) -> Tensor:
 
 
 def _at(x: Tensor, i: Tensor) -> Tensor:
-    """Return x[b, i_b] (B, ...) for x (B, n, ...) and i (B,)."""
+    """Return x[b, i_b] (B, ...) for x (B, n, ...) and i (B,), from 0 to n - 1."""
     first = torch.arange(0, x.shape[0] * x.shape[1], x.shape[1], device=x.device)
     return x.flatten(0, 1).index_select(0, first + i)  # copies rows whole, which indexing does number by number
 

@@ -95,7 +95,7 @@ def test_the_width_is_reported_when_time_is_over() -> None:
     ticks = itertools.count()
     timing, reached = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=10.0), clock=lambda: float(next(ticks)))
     assert not reached.enough and FEWEST <= reached.batches < LEAST and len(timing.runs) == reached.batches
-    assert "1 % was wanted, but too few batches were timed" in adaptive.reached_lines(reached)[1]
+    assert "1 % was wanted, but of so few batches it is itself uncertain" in adaptive.reached_lines(reached)[1]
     many = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=50.0), clock=lambda: float(next(ticks)))[1]
     assert "1 % was wanted, but the time limit (bench.minutes=) was reached" in adaptive.reached_lines(many)[1]
     late = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
