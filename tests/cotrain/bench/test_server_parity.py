@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cotrain.bench import server_parity
@@ -44,6 +45,14 @@ def served_by(plan: Plan, greedy: bool, k: int = 2) -> server_parity.Ask:
         return tokens, 1.0, Served(rest.stats.target_calls, sum(rest.stats.drafted), accepted)
 
     return ask
+
+
+def test_prompts_are_paired_and_three_are_judged_by_their_value() -> None:
+    pairs = np.random.default_rng(0).integers(5, 50, (8, 2))
+    assert server_parity._ratio(pairs, pairs) == (1, 1, 1)
+    twice = server_parity._ratio(pairs[:3] * [2, 1], pairs[:3])
+    result = server_parity.Parity(9, 1.0, rounds=4, served=2.0, predicted=2.0, z=0.0, ours=1.0, ratio=twice)
+    assert not result.passed and "+100.0% (too few prompts for an interval)" in result.line()
 
 
 def test_a_server_that_is_this_engine_has_its_acceptance(plan: Plan) -> None:

@@ -13,6 +13,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal
 from inference.sampling.noise import row_ids
+from tests.kinds import KINDS
 from tests.often import often
 from tests.tiny import near, tiny
 
@@ -61,6 +62,18 @@ def test_forced_rounds_give_the_distributions_of_teacher_forced_passes(sampling:
         assert drafted.sum() > 10
         torch.testing.assert_close(result.logq[..., j][drafted], wanted.logq[drafted], rtol=0, atol=1e-9)
         torch.testing.assert_close(result.alpha[..., j][drafted], wanted.alpha[drafted], rtol=0, atol=1e-6)
+
+
+def test_texts_have_tokens_that_a_pruned_draft_lacks() -> None:
+    target = tiny()
+    engine = Engine(target, KINDS["eagle, pruned"].proposer(target), policy=Fixed(K), rows=4)
+    prompts = [[5, 6], [7, 1, 2, 3], [1, 2, 3], [9, 9]]
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=NEW, seed=5, ids=keys, ignore_eos=True)
+    texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
+    result = pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0)
+    known = torch.isin(torch.tensor(out.tokens), engine.proposer.network.known)[:, :-1]  # the last is not drafted
+    assert torch.equal(result.logq[:, :-1, 0].isfinite(), known) and known.any() and not known.all()
 
 
 @pytest.mark.parametrize("rule", often(["token", "block", "match"], {"block", "match"}.__contains__))

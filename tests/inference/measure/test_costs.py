@@ -36,6 +36,11 @@ def test_seconds_of_a_round_are_all_of_its_parts() -> None:
     costs = Costs((1.0, 1.25, 1.75), 0.5, (0.125, 0.25, 0.375), first=0.0625)
     assert [costs.round(k) for k in range(3)] == [1.125, 0.5625 + 1.25 + 0.25, 1.0625 + 1.75 + 0.375]
     assert costs.ratio == 0.5 / 1.125
+    assert Costs((3.0, 1.0, 2.0), 0.5, (0.0, 0.0, 0.0)).rounds == (
+        1.5,
+        1.5,
+        3.0,
+    )  # timed beside work
     one = stats(10)
     rounds = one.times["target"]
     seconds = [one.seconds[name] / rounds for name in ("draft", "target", "verify", "other")]

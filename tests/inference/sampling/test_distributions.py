@@ -8,7 +8,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from inference.sampling import Sampling, draw, probs
-from inference.sampling.distributions import _first_above
+from inference.sampling.distributions import Regimes, _first_above
 
 
 def ties(rows: int = 24, vocab: int = 40) -> torch.Tensor:
@@ -59,6 +59,14 @@ def test_half_precision_logits_make_float32_distributions():
     assert distribution.dtype == torch.float32
     torch.testing.assert_close(distribution.sum(-1), torch.ones(2))
     assert probs(torch.randn(2, 9).double(), Sampling()).dtype == torch.float64
+
+
+def test_a_nucleus_in_equal_logits_is_that_of_the_row():
+    flat, regimes = torch.zeros(3, 1500), [Sampling(top_p=p) for p in (0.2, 0.5, 0.9)]
+    together = Regimes(regimes, torch.device("cpu")).probs(flat)
+    for row, s in enumerate(regimes):
+        assert torch.equal(together[row], by_transformers(flat[:1], s)[0])
+        assert torch.equal(together[row], probs(flat[row], s))
 
 
 def test_a_regime_for_each_row_is_that_row_alone():
