@@ -287,7 +287,8 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     one = machine.step(big, size.rows, each) / size.rows  # seconds of a token in plain decoding
     quick = size.quick_prompts * (cfg.trainer.validations + 1) * 2.0
     many = machine.step(big, COUNTED, each) / COUNTED * (COUNTED * size.new_tokens + size.parity_tokens)
-    measuring = judging + (size.new_tokens * one * (quick + ARMS * size.prompts) + many) * cfg.measure
+    full = 60 * size.minutes or size.new_tokens * one * ARMS * size.prompts + many
+    measuring = judging + (size.new_tokens * one * quick + full) * cfg.measure
     if not cfg.draft.trained:
         training = 0.0
     validation = judging / (cfg.trainer.validations + 1)
