@@ -367,7 +367,7 @@ std::vector<at::Tensor> layers(
       }
     });
     const int64_t shares = n * each, room = read + W;  // queries that read the same keys
-    at::parallel_for(0, N * heads, std::max<int64_t>(1, ALONE / (2 * read * size)), [&](int64_t b, int64_t e) {
+    at::parallel_for(0, N * heads, std::max<int64_t>(1, ALONE / (2 * read * size + 1)), [&](int64_t b, int64_t e) {
       std::vector<float> p(MOST * room);
       for (int64_t one = b, count; one < e; one += count) {
         const int64_t together = one / shares, g = together % groups, a = together / groups;

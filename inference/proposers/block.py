@@ -195,7 +195,7 @@ class BlockDrafting(EagleDrafting):
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit, network = self.slots(given), given["slots"].shape[0], self.network
-        self.layer(slots, ids, features, Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit))
+        self.store(slots, ids, features, Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit))
         anchor = picked_columns(ids, only)[:, 0]
         x = network.queries(anchor, masks_of(network, K), lambda ids: self.embedding(ids).to(features.dtype))
         positions = behind(pairs + only + 1, x.shape[1])
@@ -208,12 +208,11 @@ class BlockDrafting(EagleDrafting):
         logits = self.target_head(states) if network.lm_head is None else network.head(states, self.vocabulary)
         return from_one_pass(round, logits, self.branching, self.greedy, anchor, network.term(self.vocabulary))
 
-    def layer(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> tuple[Tensor, Tensor]:
+    def store(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> None:
         """Store the keys and values of tokens in all layers, in the slots of `window`. features (A, n, H): the tokens'
-        features, returned unchanged, twice. ids (A, n) are not read."""
+        features. ids (A, n) are not read."""
         for layer, (k, v) in enumerate(self.network.context(features, *slots.angles(window.positions))):
             slots.store(layer, window, k, v)
-        return features, features
 
 
 def masks_of(network: BlockNetwork, K: int) -> int:

@@ -459,6 +459,10 @@ class EagleDrafting(nn.Module):
         output = self.network.layer(embedded, features, *angles, slots.attend(0, window, mask))
         return output, self.network.norm(output)
 
+    def store(self, slots: PairSlots, ids: Tensor, features: Tensor, window: Window) -> None:
+        """Store the keys and values of pairs, in the slots of `window`. The arguments are those of `layer`."""
+        self.layer(slots, ids, features, window)
+
     def logits(self, states: Tensor, own: bool = False) -> Tensor:
         """Return logits (A, n, V), or (A, n, Vd) over the draft's own tokens if `own`. states (A, n, H): after
         `norm`."""
@@ -602,7 +606,7 @@ class Eagle(Proposer):
             here = torch.tensor([one[part] for one in ids], device=features.device)
             limit = begin + here.shape[1]
             slots, window = self._reads(limit), Window(low, low + A, every[:, part], None, limit)
-            self.module.layer(self.module.slots(slots), here, features[:, part], window)
+            self.module.store(self.module.slots(slots), here, features[:, part], window)
         last = torch.tensor([max(len(prompt) - 2, 0) for prompt in prompts], device=features.device)
         self.features[low : low + A, 0] = picked_columns(features, last)[:, 0] if width else 0.0
 
