@@ -29,9 +29,9 @@ constexpr int W = 16;
 constexpr int W = 8;
 #endif
 constexpr int P = 2 * W;
-constexpr int BLOCK = 6;          // rows of x that share a read of a weight: their sums fit the registers
-constexpr int AHEAD = 4096;       // bytes
-constexpr int64_t ALONE = 65536;  // multiply-adds for which a second thread does not pay
+constexpr int BLOCK = W == 16 ? 12 : 6;  // rows of x that share a read of a weight: their sums fit the registers
+constexpr int AHEAD = 4096;              // bytes
+constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
@@ -94,6 +94,17 @@ void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t o
   }
 }
 
+// `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
+template <bool half, int M>
+void rest(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
+  if constexpr (M > 0) {
+    if (rows == M)
+      tile<half, M, M < 4 ? 5 - M : 1>(x, panel, y, in, outputs, stride);
+    else
+      rest<half, M - 1>(x, panel, y, in, outputs, stride, rows);
+  }
+}
+
 // y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
 template <bool half>
 void times(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
@@ -107,15 +118,7 @@ void times(const float* x, const at::Tensor& weight, const float* bias, float* y
       float* out = y + p * P;
       int64_t a = 0;
       for (; a + BLOCK <= rows; a += BLOCK) tile<half, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
-      const float* rest = x + a * in;
-      float* last = out + a * outputs;
-      switch (rows - a) {
-        case 1: tile<half, 1, 4>(rest, panel, last, in, kept, outputs); break;
-        case 2: tile<half, 2, 3>(rest, panel, last, in, kept, outputs); break;
-        case 3: tile<half, 3, 2>(rest, panel, last, in, kept, outputs); break;
-        case 4: tile<half, 4, 1>(rest, panel, last, in, kept, outputs); break;
-        case 5: tile<half, 5, 1>(rest, panel, last, in, kept, outputs); break;
-      }
+      rest<half, BLOCK - 1>(x + a * in, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
