@@ -6,7 +6,7 @@ pass each.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from inference.models.lm import LM, store_prompts
+from inference.models.lm import LM, store_prompts, worth_a_pass
 from inference.models.passes import wait_for
 from inference.output import Counts, Stats
 from inference.policy import Decisions, Policy
@@ -123,7 +123,7 @@ class Slots:
     def admit(self, call: Call) -> None:
         """Fill the free slots with prompts from the spare slots, or, if none is stored there, with waiting prompts. If
         more waiting prompts fit into the spare slots than into the free slots, they are first stored in the spare
-        slots, all in one pass."""
+        slots, those of like length in one pass."""
         rows, spare, proposer = self.target.rows, self.target.spare, call.proposer
         while len(call.active) < rows and (call.staged or call.waiting):
             with call.stats.clock("prefill"):
@@ -138,20 +138,19 @@ class Slots:
                     stages = rows - low < min(spare, len(call.waiting))
                     low, most = (rows, spare) if stages else (low, rows - low)
                     new = [call.waiting.popleft() for _ in range(min(most, len(call.waiting)))]
-                    prompts = [row.text for row in new]
-                    reads = proposer.reads if proposer else ()
-                    states = store_prompts(self.target, low, prompts, states=reads)
-                    read = call.read_by_draft(prompts, rows)
-                    if proposer and stages:
-                        proposer.stage(low, read, states)
-                    elif proposer:
-                        proposer.admit(low, read, states)
-                    if stages:
-                        call.staged += [
-                            (row, low + i, text) for i, (row, text) in enumerate(zip(new, read, strict=True))
-                        ]
-                    else:
-                        call.active += new
+                    read = call.read_by_draft([row.text for row in new], rows)
+                    for some in of_like_length([*zip(new, read, strict=True)], worth_a_pass(self.target.device)):
+                        prompts, read = [row.text for row, _ in some], [text for _, text in some]
+                        states = store_prompts(self.target, low, prompts, states=proposer.reads if proposer else ())
+                        if proposer and stages:
+                            proposer.stage(low, read, states)
+                        elif proposer:
+                            proposer.admit(low, read, states)
+                        if stages:
+                            call.staged += [(row, low + i, text) for i, (row, text) in enumerate(some)]
+                        else:
+                            call.active += [row for row, _ in some]
+                        low += len(some)
                 wait_for(self.target.device)
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
@@ -182,3 +181,18 @@ class Slots:
                     self.target.clear(len(call.active))
             if call.proposer:
                 call.proposer.move(len(call.active), slot)
+
+
+def of_like_length(new: Sequence[tuple[Request, list[int]]], worth: int) -> Iterator[list[tuple[Request, list[int]]]]:
+    """Yield new requests, each with the ids that the draft model reads, in groups to store in one pass each. No group
+    has more than `worth` ids of padding; several groups are in order of their prompts' lengths."""
+    lengths = [len(row.text) for row, _ in new]
+    if sum(max(lengths) - length for length in lengths) > worth:
+        new = sorted(new, key=lambda one: len(one[0].text))
+    some: list[tuple[Request, list[int]]] = []
+    for one in new:
+        if sum(len(one[0].text) - len(row.text) for row, _ in some) > worth:
+            yield some
+            some = []
+        some.append(one)
+    yield some

@@ -25,7 +25,7 @@ from cotrain.page.html_page import written
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
-from cotrain.training.preconditions import fits, refuse_rounded, server, timed, timed_by
+from cotrain.training.preconditions import fits, other_sampling, refuse_rounded, server, timed, timed_by
 from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Metadata
 from inference.measure.environment import environment
@@ -157,6 +157,8 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     refuse_folder(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
     _refuse(cfg, draft_folder.kind, pair)
+    for line in other_sampling(cfg.regime, pair.target) if draft_folder.metadata is None else ():
+        print(f"bench: measures {line}")
     room = room_of(pair) - timed(cfg.bench) if open_tokens else None
     given = prompts(cfg.data, cfg.bench, pair.target, pair.tokenizer, room, draft_folder.path)
     metadata = draft_folder.metadata

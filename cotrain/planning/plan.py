@@ -72,14 +72,13 @@ class Plan:
 
     @cached_property
     def int8(self) -> bool:
-        takes = self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
-        return takes and not packing.widens()
+        return self.bench.draft_int8 is not False and student_class(self.kind).takes_int8(self.served)
 
     @cached_property
     def running(self) -> PreTrainedModel:
         """Return the served draft as this machine runs it. It is converted to float32 if the CPU would emulate its
-        dtype and no 8-bit kernel is used."""
-        return self.served if self.int8 else widened(self.served, copied=True)
+        dtype, unless a kernel reads bfloat16 rounded to 8 bits."""
+        return self.served if self.int8 and not packing.widens() else widened(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
         """Return a copy of the plan for `rows` texts decoded at once, with the same served draft."""

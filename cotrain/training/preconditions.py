@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from cotrain.board.curves import WANDB
 from cotrain.config.drafts import DRAFTS
-from cotrain.config.groups import OF_PATH, Bench, Trainer
+from cotrain.config.groups import OF_PATH, Bench, Regime, ServedRegime, Trainer
 from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
 from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_rows
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
@@ -554,6 +554,20 @@ class Size(NamedTuple):
 
     parameters: int
     active: int
+
+
+def other_sampling(regime: Regime | ServedRegime, target: PreTrainedModel) -> list[str]:
+    """Return a line for the user with the regime and the target's own sampling settings, if these are others: a server
+    fills what a request leaves out with them. Return [] if they are the same."""
+    given = regime.model_dump()
+    own = {key: getattr(target.generation_config, key, None) for key in given}
+    if not any(own[key] not in (None, value) for key, value in given.items()):
+        return []
+    asked = " ".join(f"{key}={value}" for key, value in given.items())
+    said = " ".join(f"regime.{key}={value}" for key, value in own.items() if value is not None)
+    return [
+        f"{asked}; the target's generation_config.json, which servers take for what a request leaves out, says {said}"
+    ]
 
 
 def size_of(model: PreTrainedModel) -> Size:

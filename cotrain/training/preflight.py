@@ -28,7 +28,7 @@ from cotrain.students.base import student_class
 from cotrain.students.quantised import bits_of
 from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
-from cotrain.training.preconditions import RunOutline, domains, ids_of, served_layers, shown, size_of
+from cotrain.training.preconditions import RunOutline, domains, ids_of, other_sampling, served_layers, shown, size_of
 from inference.measure.environment import device
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
@@ -97,7 +97,7 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x at most {_longest(cfg, known)} "
         "tokens",
-        *_sampling(cfg, known),
+        *(f"sampling      the draft learns for {line}" for line in other_sampling(cfg.regime, known.target)),
         *(_from_servers(cfg, known) if cfg.teacher.urls else _lines(durations(cfg, known))),
     ]
     if need.memory > memory:
@@ -108,21 +108,6 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, *_prompts(cfg, known)]
-
-
-def _sampling(cfg: TrainConfig, known: RunOutline) -> list[str]:
-    """Return a line about the target's own sampling settings, if they are others than the regime: a server fills what a
-    request leaves out with them."""
-    given = cfg.regime.model_dump()
-    own = {key: getattr(known.target.generation_config, key, None) for key in given}
-    if not any(own[key] not in (None, value) for key, value in given.items()):
-        return []
-    learnt_for = " ".join(f"{key}={value}" for key, value in given.items())
-    said = " ".join(f"regime.{key}={value}" for key, value in own.items() if value is not None)
-    return [
-        f"sampling      the draft learns for {learnt_for}; the target's generation_config.json, which servers take for "
-        f"what a request leaves out, says {said}"
-    ]
 
 
 def _ends(target: PreTrainedModel) -> list[Any]:

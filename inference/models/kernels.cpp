@@ -1,19 +1,21 @@
-// Passes of Llama models on a CPU, in float32, over weights that are stored in 16 bits. `packing.py` compiles and loads
-// them.
+// Passes of Llama models on a CPU, in float32, over weights that are stored in 16 or 8 bits. `packing.py` compiles and
+// loads them.
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
 // end. In bfloat16 a 32-bit word holds two weights. Shifted left it is the float32 number of the first, masked the one
 // of the second; the first of each word are outputs 0 to W - 1 of the panel, the second are outputs W to P - 1. In
-// float16 outputs stand in their order.
+// float16 and int8 outputs stand in their order. A panel in int8 ends with P float32 numbers, the scales of its outputs.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -32,6 +34,8 @@ constexpr int P = 2 * W;
 constexpr int BLOCK = W == 16 ? 12 : 6;  // rows of x that share a read of a weight: their sums fit the registers
 constexpr int AHEAD = 4096;              // bytes
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
+constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
+constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
@@ -42,16 +46,35 @@ inline Floats load(const float* from) {
   return to;
 }
 
+enum Kind { BRAIN, HALF, BYTE };  // bfloat16, float16, int8
+
+template <Kind kind>
+constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
+
 // The weights of P outputs for one input: of outputs 0 to W - 1 and of the others.
-template <bool half>
-inline void widen(const uint16_t* from, Floats& first, Floats& second) {
-  if constexpr (half) {
+template <Kind kind>
+inline void widen(const char* from, Floats& first, Floats& second) {
+  if constexpr (kind == BYTE) {
+#if defined(__AVX512F__)
+    first = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+    second = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + W))));
+#elif defined(__AVX2__)
+    first = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+    second = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + W))));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    Bytes bytes[2];
+    std::memcpy(bytes, from, sizeof bytes);
+    first = __builtin_convertvector(bytes[0], Floats);
+    second = __builtin_convertvector(bytes[1], Floats);
+#endif
+  } else if constexpr (kind == HALF) {
 #if defined(__AVX512F__)
     first = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    second = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + W)));
+    second = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * W)));
 #elif defined(__F16C__)
     first = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    second = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + W)));
+    second = (Floats)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 2 * W)));
 #else
     typedef _Float16 Halves __attribute__((vector_size(2 * W)));
     Halves halves[2];
@@ -68,13 +91,14 @@ inline void widen(const uint16_t* from, Floats& first, Floats& second) {
 }
 
 // y (M, up to P) = x (M, in) times one panel. U sums run side by side where M is small, since each waits for its last.
-template <bool half, int M, int U>
-void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
+template <Kind kind, int M, int U>
+void tile(const float* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   Floats sums[U][M][2] = {};
   auto step = [&](int64_t i, int u) {
     Floats first, second;
-    widen<half>(panel + i * P, first, second);
-    __builtin_prefetch(reinterpret_cast<const char*>(panel + i * P) + AHEAD);
+    const char* from = panel + i * P * WIDTH<kind>;
+    widen<kind>(from, first, second);
+    __builtin_prefetch(from + AHEAD);
     for (int m = 0; m < M; m++) {
       Floats one = x[m * in + i] - Floats{};  // in each place; adding zeros would be an operation
       sums[u][m][0] += one * first;
@@ -89,36 +113,41 @@ void tile(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t o
     float every[P];
     for (int u = 1; u < U; u++)
       for (int part = 0; part < 2; part++) sums[0][m][part] += sums[u][m][part];
+    if constexpr (kind == BYTE)
+      for (int part = 0; part < 2; part++)
+        sums[0][m][part] *= load(reinterpret_cast<const float*>(panel + in * P) + part * W);
     std::memcpy(every, sums[0][m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
   }
 }
 
 // `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
-template <bool half, int M>
-void rest(const float* x, const uint16_t* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
+template <Kind kind, int M>
+void rest(const float* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
     if (rows == M)
-      tile<half, M, M < 4 ? 5 - M : 1>(x, panel, y, in, outputs, stride);
+      tile<kind, M, M < 4 ? 5 - M : 1>(x, panel, y, in, outputs, stride);
     else
-      rest<half, M - 1>(x, panel, y, in, outputs, stride, rows);
+      rest<kind, M - 1>(x, panel, y, in, outputs, stride, rows);
   }
 }
 
+int64_t inputs(const at::Tensor& weight) { return weight.size(1) - (weight.scalar_type() == at::kChar ? SCALES : 0); }
+
 // y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
-template <bool half>
+template <Kind kind>
 void times(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
-  const auto* panels = static_cast<const uint16_t*>(weight.const_data_ptr());
-  const int64_t in = weight.size(1);
+  const auto* panels = static_cast<const char*>(weight.const_data_ptr());
+  const int64_t in = inputs(weight);
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
-      const uint16_t* panel = panels + p * in * P;
+      const char* panel = panels + p * weight.size(1) * P * WIDTH<kind>;
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-      for (; a + BLOCK <= rows; a += BLOCK) tile<half, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
-      rest<half, BLOCK - 1>(x + a * in, panel, out + a * outputs, in, kept, outputs, rows - a);
+      for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
+      rest<kind, BLOCK - 1>(x + a * in, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
@@ -127,22 +156,32 @@ void times(const float* x, const at::Tensor& weight, const float* bias, float* y
 }
 
 void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
-  (weight.scalar_type() == at::kHalf ? times<true> : times<false>)(x, weight, bias, y, rows, outputs);
+  const auto dtype = weight.scalar_type();
+  const auto of_kind = dtype == at::kChar ? times<BYTE> : dtype == at::kHalf ? times<HALF> : times<BRAIN>;
+  of_kind(x, weight, bias, y, rows, outputs);
 }
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
-at::Tensor packed(const at::Tensor& weight) {
-  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P;
-  auto result = at::empty({panels, in, P}, weight.options());
-  const auto* from = static_cast<const uint16_t*>(weight.const_data_ptr());
-  auto* to = static_cast<uint16_t*>(result.mutable_data_ptr());
-  for (int64_t p = 0; p < panels; p++)
-    for (int64_t i = 0; i < in; i++)
+// A weight (out, in) as panels. scale (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
+at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
+  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
+  const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;
+  auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options());
+  const auto* from = static_cast<const char*>(weight.const_data_ptr());
+  auto* to = static_cast<char*>(result.mutable_data_ptr());
+  for (int64_t p = 0; p < panels; p++) {
+    const int64_t outputs = std::min<int64_t>(P, out - p * P);
+    for (int64_t i = 0; i < in; i++, to += P * width)
       for (int j = 0; j < P; j++) {
-        const int64_t o = p * P + (weight.scalar_type() == at::kHalf ? j : j / 2 + (j % 2 ? W : 0));
-        *to++ = o < out ? from[o * in + i] : 0;
+        const int64_t o = brain ? j / 2 + (j % 2 ? W : 0) : j;
+        if (o < outputs) std::memcpy(to + j * width, from + ((p * P + o) * in + i) * width, width);
       }
+    if (eight) {
+      std::memcpy(to, numbers(scale) + p * P, outputs * sizeof(float));
+      to += P * SCALES;
+    }
+  }
   return result;
 }
 
@@ -312,7 +351,7 @@ std::vector<at::Tensor> layers(
   const int64_t A = given.size(0), n = given.size(1), width = given.size(2), N = A * n;
   const int64_t joined = (heads + 2 * groups) * size, each = heads / groups;
   const int64_t count = static_cast<int64_t>(weights.size()) / PARTS;
-  const int64_t inner = count ? weights[10].size(1) : 0;
+  const int64_t inner = count ? inputs(weights[10]) : 0;
   const auto options = given.options();
   auto x_ = given.contiguous().clone();
   auto h_ = at::empty({N, 2 * width}, options), turned_ = at::empty({N, joined}, options);
@@ -330,8 +369,15 @@ std::vector<at::Tensor> layers(
     if (size_t at = state(layer); at < wanted.size()) states[at] = x_.clone();
   };
   auto rows = [&](const auto& each_row) {
-    for (int64_t r = 0; r < N; r++) each_row(r);
+    at::parallel_for(0, N, std::max<int64_t>(1, ALONE / (16 * width)), [&](int64_t b, int64_t e) {
+      for (int64_t r = b; r < e; r++) each_row(r);
+    });
   };
+  std::vector<int64_t> ends(N, read);  // behind the last slot that a row sees
+  for (int64_t r = 0; seen && r < N; r++)
+    while (ends[r] > 1 && seen[r * read + ends[r] - 1] < HIDDEN) ends[r]--;
+  int64_t step = A / 2 + 1;  // texts in an order that gives each thread short and long ones
+  while (std::gcd(step, A) > 1) step++;
   auto add = [&](const float* more) {
     for (int64_t i = 0; i < N * width; i++) x[i] += more[i];
   };
@@ -373,21 +419,23 @@ std::vector<at::Tensor> layers(
     at::parallel_for(0, N * heads, std::max<int64_t>(1, ALONE / (2 * read * size + 1)), [&](int64_t b, int64_t e) {
       std::vector<float> p(MOST * room);
       for (int64_t one = b, count; one < e; one += count) {
-        const int64_t together = one / shares, g = together % groups, a = together / groups;
+        const int64_t together = one / shares, g = together % groups, a = together / groups * step % A;
         count = std::min<int64_t>({MOST, e - one, (together + 1) * shares - one});
         Query of[MOST];
+        int64_t end = 0;
         for (int64_t m = 0; m < count; m++) {
           const int64_t at = one + m - together * shares, head = g * each + at % each, r = a * n + at / each;
           of[m] = {turned + r * joined + head * size, seen ? seen + r * read : nullptr, p.data() + m * room,
                    attended + (r * heads + head) * size};
+          end = std::max(end, ends[r]);
         }
         const int64_t from = a * row + g * length * size;
         const float *its_keys = k + from, *its_values = v + from;
         switch (count) {
-          case 1: attend<1>(of, its_keys, its_values, read, size, scale); break;
-          case 2: attend<2>(of, its_keys, its_values, read, size, scale); break;
-          case 3: attend<3>(of, its_keys, its_values, read, size, scale); break;
-          case 4: attend<4>(of, its_keys, its_values, read, size, scale); break;
+          case 1: attend<1>(of, its_keys, its_values, end, size, scale); break;
+          case 2: attend<2>(of, its_keys, its_values, end, size, scale); break;
+          case 3: attend<3>(of, its_keys, its_values, end, size, scale); break;
+          case 4: attend<4>(of, its_keys, its_values, end, size, scale); break;
         }
       }
     });
@@ -417,7 +465,7 @@ std::vector<at::Tensor> layers(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
-  m.def("packed(Tensor weight) -> Tensor");
+  m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def(
       "layers(Tensor x, Tensor beside, Tensor its_norm, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "

@@ -15,6 +15,7 @@ query heads.
 
 import copy
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
@@ -492,10 +493,11 @@ def rounded_copy(network: Network) -> Network:
     return _with_linears(network, lambda linear: RoundedLinear(linear) if is_rounded(linear) else linear)
 
 
-def packed_copy(network: Network) -> Network:
+def packed_copy(network: Network, int8: bool = False) -> Network:
     """Return a copy of a network that shares its weights. Linear layers become `PackedLinear` if the packed copy can
-    represent their weight. If there are none, return the network itself."""
-    copied = _with_linears(network, PackedLinear.of)
+    represent their weight. If there are none, return the network itself. int8: whether copies are rounded to 8 bits.
+    """
+    copied = _with_linears(network, partial(PackedLinear.of, int8=int8))
     return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
 
@@ -508,10 +510,10 @@ class PackedLinear(nn.Module):
         self.product = product
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> nn.Module:
+    def of(cls, linear: nn.Linear, int8: bool) -> nn.Module:
         """Return a `PackedLinear` with a packed copy of this layer's weight, or the layer itself if a packed copy could
-        not represent the weight."""
-        product = packing.pack(linear.weight.detach(), None if linear.bias is None else linear.bias.detach())
+        not represent the weight. int8: whether the copy is rounded to 8 bits."""
+        product = _packed(Linear(linear.weight.detach(), _data(linear.bias)), int8).packed
         return linear if product is None else cls(product)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -540,15 +542,16 @@ def projections(weights: Weights) -> list[Linear]:
     return [part for part in parts if isinstance(part, Linear)]
 
 
-def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.Linear]]) -> Layer:
+def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.Linear]], int8: bool) -> Layer:
     """Return a decoder layer of a network of another class, with second copies of its projections.
 
     first, second (W,): its norms. products: the layers of each joined projection, in the order qkv, out, gate_up, down;
-    their weights become views of joined ones, in place.
+    their weights become views of joined ones, in place. int8: whether the copies are rounded to 8 bits.
     """
     with torch.inference_mode(first.is_inference()), torch.no_grad():
         qkv, out, gate_up, down = (_joined(linears) for linears in products)
-        return _changed(Layer(first.data, qkv, None, None, out, second.data, gate_up, down), _packed)
+        layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
+        return _changed(layer, partial(_packed, int8=int8))
 
 
 def packed(weights: Weights) -> Weights:
@@ -556,8 +559,11 @@ def packed(weights: Weights) -> Weights:
     return _each(weights, _packed)
 
 
-def _packed(linear: Linear) -> Linear:
-    return linear._replace(packed=packing.pack(linear.weight, linear.bias))
+def _packed(linear: Linear, int8: bool = False) -> Linear:
+    if not int8:
+        return linear._replace(packed=packing.pack(linear.weight, linear.bias))
+    numbers, scale = int8_rows(linear.weight)
+    return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
 
 
 def _changed(layer: Layer, change: Callable[[Linear], Linear]) -> Layer:

@@ -5,6 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from os.path import commonprefix
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def takes_int8(model: PreTrainedModel) -> bool:
 
 
 CHUNK = 512  # positions of a pass that stores prompts
+WORTH = {"cpu": 32}  # ids that take longer in a pass than one more pass
 
 
 class LM:
@@ -343,8 +345,8 @@ def store_prompts(
     encoded: Encoded | None = None,
 ) -> States:
     """Store every token of each prompt except the last, in rows low, low + 1, ... of the cache, `chunk` positions per
-    pass. An encoder-decoder first encodes the prompts' sources. encoded: the states of an encoder with equal weights;
-    then this model's encoder does not run. None to run it.
+    pass. Ids with which all begin are read once. An encoder-decoder first encodes the prompts' sources. encoded: the
+    states of an encoder with equal weights; then this model's encoder does not run. None to run it.
 
     Returns the states (A, n, D) of the layers in `states`, by layer. Column j is the state of token j of a prompt;
     columns after its last stored token have no meaning. Raises ValueError if an encoder-decoder gets a text without a
@@ -357,8 +359,22 @@ def store_prompts(
                 f"{type(lm.model).__name__}: a text has no source; give texts that `Engine.starts` returns"
             )
         lm.encode(low, sources, encoded)
-    parts = [lm.no_states(len(prompts), states), *store_tails(lm, low, prompts, chunk=chunk, states=states)]
-    return {layer: torch.cat([part[layer] for part in parts], 1) for layer in states}
+    parts, same, others = [lm.no_states(len(prompts), states)], 0, range(low + 1, low + len(prompts))
+    if not lm.encodes:
+        same = min(len(commonprefix(prompts)), *(len(prompt) - 1 for prompt in prompts))
+    if same * len(others) > worth_a_pass(lm.device):
+        parts += store_tails(lm, low, [prompts[0][: same + 1]], chunk=chunk, states=states)
+        for row in others:
+            lm.move(low, row, same)
+    else:
+        same = 0
+    parts += store_tails(lm, low, prompts, same, chunk, states)
+    return {layer: torch.cat([part[layer].expand(len(prompts), -1, -1) for part in parts], 1) for layer in states}
+
+
+def worth_a_pass(device: torch.device) -> int:
+    """Return the number of ids to save for which one more pass pays."""
+    return WORTH.get(device.type, 512)
 
 
 def store_tails(

@@ -5,10 +5,10 @@ rearranged:
 
 - oneDNN's, for models in bfloat16 on a CPU with instructions for it.
 - those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 or float16 represents
-  their weights, as one does for nearly every checkpoint. The kernels widen each weight and compute in float32, so a
-  pass differs from the float32 model only in the order of sums. It reads half of the bytes, and a few ids take little
-  more time than one (`docs/measurements/smollm2.md`). They are compiled once per machine, by the C++ compiler that
-  torch.compile uses too.
+  their weights, as one does for nearly every checkpoint, or if they are rounded to 8 bits. The kernels widen each
+  weight and compute in float32, so a pass differs from the float32 model only in the order of sums. It reads half of
+  the bytes or a quarter, and a few ids take little more time than one (`docs/measurements/smollm2.md`). They are
+  compiled once per machine, by the C++ compiler that torch.compile uses too.
 """
 
 import functools
@@ -76,14 +76,15 @@ class InBfloat16:
 
 
 class Widened:
-    """A `Product` in float32 by `kernels.cpp`. weight (out, in), in bfloat16 or float16. bias (out,) in float32, or
-    None."""
+    """A `Product` in float32 by `kernels.cpp`. weight (out, in), in bfloat16, float16 or int8. bias (out,) in float32,
+    or None. scale (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r]."""
 
-    width = 2
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
+        self.width = weight.itemsize
         with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
-            self.weight: Tensor = torch.ops.inference.packed(weight.contiguous())
+            self.weight: Tensor = torch.ops.inference.packed(
+                weight.contiguous(), torch.empty(0) if scale is None else scale
+            )
             self.bias = torch.empty(0) if bias is None else bias.clone()
         self.outputs = len(weight)
 
@@ -129,8 +130,8 @@ def compiler() -> str:
 
 
 def widens() -> bool:
-    """Return whether drafts in bfloat16 are served in float32 by `kernels.cpp`, instead of in 8 bits: where the CPU
-    would emulate bfloat16, reading its 16 bits takes no longer than the other kernel's 8."""
+    """Return whether drafts in bfloat16 are served in float32 by `kernels.cpp`, not by torch's kernel for 8 bits: where
+    the CPU would emulate bfloat16."""
     return emulated(torch.bfloat16) and has_kernels()
 
 

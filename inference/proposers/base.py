@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.draft_folder import Metadata, load_draft
-from inference.models import packing
 from inference.models.passes import States
 from inference.verify.tree import Tree
 
@@ -57,8 +56,8 @@ class LoadArguments:
 
     @property
     def int8(self) -> bool:
-        """Return whether the draft was measured in 8 bits, and this machine does not serve its 16 as fast."""
-        return self.metadata is not None and self.metadata.int8 and not packing.widens()
+        """Return whether the draft was measured in 8 bits."""
+        return self.metadata is not None and self.metadata.int8
 
     @property
     def shape(self) -> tuple[int, ...] | None:

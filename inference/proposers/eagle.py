@@ -293,16 +293,16 @@ class EagleNetwork(FeatureNetwork):
         output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
         return output
 
-    def of_kernel(self) -> list[Tensor] | None:
+    def of_kernel(self, int8: bool) -> list[Tensor] | None:
         """Return what `llama.of_kernel` returns, for the decoder layer; None if it cannot run there. Its weights become
-        views of joined ones, in place."""
+        views of joined ones, in place. int8: whether copies are rounded to 8 bits."""
         w = self.midlayer
         if self.config.norm_before_residual:
             return None
         attention, mlp = w.self_attn, w.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         products = (qkv, (attention.o_proj,), (mlp.gate_proj, mlp.up_proj), (mlp.down_proj,))
-        layer = llama.packed_layer(w.hidden_norm.weight, w.post_attention_layernorm.weight, products)
+        layer = llama.packed_layer(w.hidden_norm.weight, w.post_attention_layernorm.weight, products, int8)
         return llama.of_kernel([layer], self.norm.weight.data)
 
 
@@ -517,7 +517,7 @@ class Eagle(Proposer):
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.int8 and llama.has_kernel(draft)
-        network = draft if int8 else cast(EagleNetwork, widened(draft))
+        network = draft if int8 and not packing.widens() else cast(EagleNetwork, widened(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
     @classmethod
@@ -541,7 +541,10 @@ class Eagle(Proposer):
             self.host, rows = host, host.rows + host.spare
             packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
             # first, since it moves weights, which are stamped and shared after it
-            flat = self.network.of_kernel() if packs and wide and isinstance(self.network, EagleNetwork) else None
+            self.int8 = self.int8 and (packs or not wide)
+            flat = (
+                self.network.of_kernel(self.int8) if packs and wide and isinstance(self.network, EagleNetwork) else None
+            )
             self.served = self._copied(packs and wide)
             copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
@@ -563,9 +566,9 @@ class Eagle(Proposer):
         self.stored, self.waiting, self.longest = [], [], 0
 
     def _copied(self, packs: bool) -> Any:
-        if self.int8:
-            return llama.rounded_copy(self.network)
-        return llama.packed_copy(self.network) if packs else self.network
+        if packs:
+            return llama.packed_copy(self.network, self.int8)
+        return llama.rounded_copy(self.network) if self.int8 else self.network
 
     def _forget(self) -> None:
         """Drop slots, angles and recordings, which depend on the number of slots."""

@@ -64,6 +64,7 @@ def copies() -> int:
         (1, 1, False, 1.0, torch.bfloat16),
         (64, 600, True, 2.0**-112, torch.bfloat16),
         (23, 50, True, 1.0, torch.float16),
+        (37, 50, True, 1.0, torch.int8),
     ],
 )
 def test_products_are_those_of_the_weight(
@@ -71,18 +72,18 @@ def test_products_are_those_of_the_weight(
 ) -> None:
     """Against float64, within the rounding of float32, for every number of ids up to those of a tree and a prompt."""
     torch.manual_seed(0)
-    weight = shrunk * torch.randn(outputs, inputs).to(dtype).float()
-    added = torch.randn(outputs) if bias else None
-    product = pack(weight, added)
+    rows, added = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
+    weight = llama.rounded(rows) if dtype == torch.int8 else shrunk * rows.to(dtype).float()
+    product = llama._packed(llama.Linear(rows, added), True).packed if dtype == torch.int8 else pack(weight, added)
     assert isinstance(product, Widened) and product.weight.dtype == dtype
-    for shape in ((inputs,), (0, inputs), *((2, n, inputs) for n in (1, 2, 3, 4, 5, 6, 7, 9, 17, 100))):
+    for shape in ((inputs,), (0, inputs), *((1, n, inputs) for n in (*range(1, 20), 100))):
         x = torch.randn(shape)
         result = product(x)
         wide = None if added is None else added.double()
         exact = nn.functional.linear(x.double(), weight.double(), wide)
         terms = nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
         assert result.dtype == torch.float32 and result.shape == exact.shape
-        assert ((result.double() - exact).abs() <= (inputs + 2) * 2.0**-24 * terms).all()
+        assert ((result.double() - exact).abs() <= (inputs + 3) * 2.0**-24 * terms).all()
     apart = torch.randn(inputs, 3).T
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
 
@@ -249,16 +250,21 @@ def test_a_compiled_chain_of_drafts_reads_copies(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.thorough
 @needs_kernels
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("compile", "int8"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("kind", FEATURES)
-def test_drafts_over_states_in_float32_have_copies(kind: str, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same text and rounds as without copies. Weights that change later are copied again."""
+def test_drafts_over_states_in_float32_have_copies(
+    kind: str, compile: bool, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same text and rounds as without copies, of the rounded weights. Weights that change are copied again."""
     traced(monkeypatch)
     make, proposes = FEATURES[kind]
     target = halved(tiny(hidden=32, heads=2, layers=4))
     network = halved(make(target, 0.3))
-    proposer, plain = proposes(network), proposes(halved(make(target, 0.3)))
+    proposer, plain = proposes(network, int8=int8), proposes(halved(make(target, 0.3)))
     plain._copied = lambda packs: plain.network
+    for module in plain.network.modules():
+        if int8 and isinstance(module, nn.Linear):
+            module.weight.data = llama.rounded(module.weight)
 
     engines = {one: Engine(target, one, policy=Fixed(3), rows=2, compile=compile) for one in (proposer, plain)}
 
@@ -280,7 +286,7 @@ def test_drafts_over_states_in_float32_have_copies(kind: str, compile: bool, mon
     assert not {"aten::addmm", "aten::mm"} & {event.key for event in profile.key_averages()}
     assert tokens == text(plain).tokens
     x = torch.randn(1, network.fc.in_features)
-    torch.testing.assert_close(proposer.served.fc(x), network.fc(x).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(proposer.served.fc(x), plain.network.fc(x).detach(), rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
