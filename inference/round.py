@@ -181,6 +181,11 @@ class DecodingRound:
         """Return whether to draft another token after the draft at `depth` (0-based)."""
         return self.decisions is None or self.decisions.goes_on(depth, self.k)
 
+    @property
+    def decides(self) -> bool:
+        """Return whether a policy decides after each draft."""
+        return self.decisions is not None
+
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):
         the draft model's, after each row's text and drafts. drafted: for each draft so far, its ids (A,), in order."""

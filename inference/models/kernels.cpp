@@ -6,9 +6,15 @@
 // of the second; the first of each word are outputs 0 to W - 1 of the panel, the second are outputs W to P - 1. In
 // float16 and int8 outputs stand in their order. A panel in int8 ends with P float32 numbers, the scales of its outputs.
 #include <ATen/Parallel.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -462,6 +468,54 @@ std::vector<at::Tensor> layers(
   return states;
 }
 
+// What a draft over states (`proposers/eagle.py`) drafts in a round: K tokens a row, one after the other, (A, K), and
+// their distributions (A, K, outputs) over the tokens of its head. The first pass reads the pairs of ids (A, n) and
+// features (A, n, width) from position pairs[a] on; the first draft follows its column only[a].
+// cos, sin (slots, 1, size): of all positions. head: packed. known (outputs,): the ids of the head's tokens, or empty.
+// u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions.
+// The other arguments are those of `layers`.
+std::tuple<at::Tensor, at::Tensor> chain(
+    const at::Tensor& ids, const at::Tensor& features, const at::Tensor& pairs, const at::Tensor& only, const at::Tensor& embedding,
+    const at::Tensor& its_norm, at::TensorList weights, at::TensorList keys, at::TensorList values, const at::Tensor& cos,
+    const at::Tensor& sin, const at::Tensor& head, const at::Tensor& known, const at::Tensor& u, const at::Tensor& temperature,
+    int64_t K, int64_t read, int64_t outputs, int64_t heads, int64_t groups, int64_t size, double scale, double eps) {
+  const auto slots = at::arange(read, ids.options());
+  at::Tensor above, last;  // (A, 1, width): what the next pair reads, and what the head reads
+  auto pass = [&](const at::Tensor& x, const at::Tensor& some, const at::Tensor& positions, const at::Tensor& column) {
+    const int64_t A = some.size(0), n = some.size(1);
+    auto angles = [&](const at::Tensor& of) { return of.index_select(0, positions.flatten()).view({A, n, 1, size}); };
+    auto embedded = embedding.index_select(0, some.flatten()).view({A, n, -1});
+    auto mask = x.new_zeros({A, 1, n, read});
+    mask.masked_fill_(slots > positions.view({A, 1, n, 1}), std::numeric_limits<float>::lowest());
+    auto states = layers(x, embedded, its_norm, weights, keys, values, angles(cos), angles(sin), positions, mask, read, 0, heads,
+                         groups, size, scale, eps, {1, -1});
+    const auto at = at::arange(0, A * n, n, ids.options()) + column;
+    above = states[0].flatten(0, 1).index_select(0, at).unsqueeze(1);
+    last = states[1].flatten(0, 1).index_select(0, at).unsqueeze(1);
+  };
+  pass(features, ids, pairs.unsqueeze(1) + at::arange(ids.size(1), ids.options()), only);
+  std::vector<at::Tensor> drafts, distributions;
+  for (int64_t depth = 0; depth < K; depth++) {
+    const auto logits = product(last, head, at::empty({0}, last.options()), outputs).squeeze(1);
+    at::Tensor probs, token;
+    if (temperature.numel()) {  // as `distributions.draw`
+      probs = (logits / temperature.to(logits.scalar_type()).unsqueeze(1)).softmax(-1);
+      const auto sums = probs.to(at::kDouble).cumsum(-1), total = sums.slice(-1, outputs - 1);
+      const auto bound = at::minimum(u.slice(1, depth, depth + 1) * total, total * (1 - 0x1p-53));
+      token = at::searchsorted(sums, bound, false, true).clamp_max(outputs - 1).squeeze(1);
+    } else {
+      token = logits.argmax(-1);
+      const auto top = logits.gather(-1, token.unsqueeze(1)), none = top - top;  // 0, or NaN
+      probs = none.expand_as(logits).scatter(-1, token.unsqueeze(1), none + 1);
+    }
+    drafts.push_back(known.numel() ? known.index_select(0, token) : token);
+    distributions.push_back(probs);
+    if (depth + 1 < K)
+      pass(above, drafts.back().unsqueeze(1), (pairs + only + depth + 1).unsqueeze(1), at::zeros_like(only));
+  }
+  return {at::stack(drafts, 1), at::stack(distributions, 1)};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
@@ -471,10 +525,16 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
       "layers(Tensor x, Tensor beside, Tensor its_norm, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
       "Tensor cos, Tensor sin, Tensor written, Tensor mask, int read, int low, int heads, int groups, int size, float scale, "
       "float eps, int[] wanted) -> Tensor[]");
+  m.def(
+      "chain(Tensor ids, Tensor features, Tensor pairs, Tensor only, Tensor embedding, Tensor its_norm, Tensor[] weights, "
+      "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor head, Tensor known, Tensor u, "
+      "Tensor temperature, int K, int read, int outputs, int heads, int groups, int size, float scale, float eps) "
+      "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(inference, CPU, m) {
   m.impl("packed", packed);
   m.impl("product", product);
   m.impl("layers", layers);
+  m.impl("chain", chain);
 }

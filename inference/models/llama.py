@@ -174,6 +174,11 @@ def of_kernel(layers: Sequence[Layer], norm: Tensor) -> list[Tensor] | None:
     return [*flat, norm]
 
 
+def of_shape(shape: ModelShape) -> tuple[int, int, int, float, float]:
+    """Return a model's shape as the operators of `kernels.cpp` read it."""
+    return shape.heads, shape.groups, shape.size, shape.scale, shape.eps
+
+
 def in_kernel(
     x: Tensor,
     flat: list[Tensor],
@@ -205,7 +210,7 @@ def in_kernel(
         none if mask is None else mask,
         limit,
         low,
-        *(shape.heads, shape.groups, shape.size, shape.scale, shape.eps),
+        *of_shape(shape),
         wanted,
     )
     return dict(zip(wanted, states, strict=True))

@@ -166,6 +166,10 @@ class Round(Protocol):
         decides after each draft."""
 
     @property
+    def decides(self) -> bool:
+        """Return whether a policy decides after each draft (`goes_on`)."""
+
+    @property
     def reads_history(self) -> list[bool]:
         """Return, for each row, whether its settings read the text."""
 
@@ -220,6 +224,10 @@ class RoundView:
 
     def goes_on(self, depth: int) -> bool:
         return self.round.goes_on(depth)
+
+    @property
+    def decides(self) -> bool:
+        return self.round.decides
 
     @property
     def reads_history(self) -> list[bool]:

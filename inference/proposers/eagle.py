@@ -410,6 +410,7 @@ class EagleDrafting(nn.Module):
         self.vocabulary, self.branching, self.greedy = vocabulary, branching, greedy
         # whether draws among the draft's own tokens are those among all
         self.ordered = not network.pruned or bool((network.known.diff() > 0).all())
+        self.known = network.known if network.pruned else torch.empty(0, dtype=torch.int64)
         self.flat: list[Tensor] | None = None  # the layer's weights, for `llama.in_kernel`
 
     def forward(self, round: Any, given: Mapping[str, Any], K: int) -> Drafts:
@@ -420,10 +421,21 @@ class EagleDrafting(nn.Module):
         values that the passes read (`Eagle._reads`).
         """
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
-        slots, limit, anchor = self.slots(given), given["slots"].shape[0], pairs + only
+        slots, limit = self.slots(given), given["slots"].shape[0]
+        own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
+        fast = own and self.chains and ids.shape[1] <= SHORT and not round.decides
+        if fast and (simple := round.pure(K, self.greedy, simple=True)):
+            u, temperature, likeliest = simple.tensors["u"], simple.tensors["temperature"], simple.key
+            head = self.network.lm_head.product
+            drafts, probs = torch.ops.inference.chain(
+                *(ids, features, pairs, only, self.embedding.weight, self.network.midlayer.input_layernorm.weight),
+                *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, self.known, u),
+                *(temperature[:0] if likeliest else temperature, K, limit, head.outputs, *llama.of_shape(self.shape)),
+            )
+            return drafts, self.network.target_probs(probs, self.vocabulary)
+        anchor = pairs + only
         window = Window(0, len(ids), behind(pairs, ids.shape[1]), None, limit)
         above, last = (picked_columns(part, only) for part in self.layer(slots, ids, features, window))
-        own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
 
         def follow(ids: Tensor, nodes: Nodes) -> Tensor:
             nonlocal above, last
@@ -440,6 +452,14 @@ class EagleDrafting(nn.Module):
             return self.branching.grown(round, K, logits, follow, self.greedy)
         x, q = one_by_one(K, logits, follow, chosen if own else choose, round.goes_on)
         return x, self.network.target_probs(q, self.vocabulary) if own else q
+
+    @property
+    def chains(self) -> bool:
+        """Return whether one operator of `kernels.cpp` can draft a chain."""
+        head, whole = self.network.lm_head, self.vocabulary >= self.network.config.vocab_size
+        plain = type(self.embedding) is nn.Embedding and self.embedding.weight.dtype == torch.float32
+        packed = isinstance(head, llama.PackedLinear) and isinstance(head.product, packing.Widened)
+        return self.flat is not None and packed and plain and whole
 
     def slots(self, given: Mapping[str, Any]) -> PairSlots:
         return PairSlots(self.shape, *(given[name] for name in ("cos", "sin", "keys", "values")))

@@ -9,6 +9,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
+from inference.models.lm import WORTH
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
@@ -58,16 +59,19 @@ def test_the_distribution_of_the_text_is_the_targets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", often(KINDS, {*EACH_WAY, "hybrid", "two_levels"}.__contains__))
-def test_rows_are_as_if_alone(name: str) -> None:
+@pytest.mark.parametrize("same", [0, 4])
+def test_rows_are_as_if_alone(name: str, same: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows enter, wait in spare slots, leave and move; settings and draft lengths are mixed; prompts of one token: each
-    row's text and counts are those of a call of its own."""
-    kind, target = KINDS[name].proposer, tiny(positions=64)
+    row's text and counts are those of a call of its own. same: with how many ids all prompts begin, which are then read
+    once, and prompts of other lengths in passes of their own."""
+    monkeypatch.setitem(WORTH, "cpu", 3 if same else 32)
+    kind, target, prompts = KINDS[name].proposer, tiny(positions=64), [[9, 8, 7, 6][:same] + one for one in PROMPTS]
     many = Engine(target, kind(target), rows=4, policy=Uneven())
-    many.generate(PROMPTS[::-1], max_new_tokens=4, seed=7)  # an earlier call leaves nothing behind
+    many.generate(prompts[::-1], max_new_tokens=4, seed=7)  # an earlier call leaves nothing behind
     limits = SHORTER["max_new_tokens"]
-    out = many.generate(PROMPTS, **SHORTER)
+    out = many.generate(prompts, **SHORTER)
     one = Engine(target, kind(target), rows=1, policy=Uneven())
-    for n, prompt in enumerate(PROMPTS):
+    for n, prompt in enumerate(prompts):
         alone = one.generate([prompt], max_new_tokens=limits[n], sampling=SAMPLING[n], ids=[n], ignore_eos=True)
         assert (out.tokens[n], out.stats.rows[n]) == (alone.tokens[0], alone.stats.rows[0]), n
     assert sum(out.stats.drafted) > 20

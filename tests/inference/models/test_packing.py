@@ -17,13 +17,14 @@ from inference.models.packing import Widened, can_pack, pack
 from inference.models.passes import LAST
 from inference.policy import Fixed
 from inference.proposers.block import Block
-from inference.proposers.eagle import Eagle
+from inference.proposers.eagle import Eagle, EagleDrafting
 from inference.proposers.independent import Independent
 from inference.proposers.p_eagle import PEagle
 from inference.verify.tree import Tree
 from tests import kinds
 from tests.inference.models.test_llama import FAMILIES, WIDE, build, passes
 from tests.inference.models.test_trees import PARENTS, check
+from tests.inference.test_every_proposer import Uneven
 from tests.tiny import tiny, traced
 
 # where there is a compiler they must compile
@@ -287,6 +288,29 @@ def test_drafts_over_states_in_float32_have_copies(
     assert tokens == text(plain).tokens
     x = torch.randn(1, network.fc.in_features)
     torch.testing.assert_close(proposer.served.fc(x), plain.network.fc(x).detach(), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [16, None])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_one_operator_drafts_a_chain(size: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafts and distributions are those of one pass after the other, also after rounds of other lengths."""
+    target = halved(tiny(hidden=32, heads=2, layers=4))
+    network, seen = halved(kinds.eagle(target, 0.3, draft_vocab_size=size)), []
+    for fast in (True, False):
+        monkeypatch.setattr(EagleDrafting, "chains", fast)
+        proposer: Any = Eagle(network)
+        propose, rounds = proposer.propose, []
+        proposer.propose = lambda round, propose=propose, rounds=rounds: rounds.append(propose(round)) or rounds[-1]
+        with torch.profiler.profile() as profile:
+            engine = Engine(target, proposer, policy=Uneven(), rows=2)
+            engine.generate(PROMPTS, sampling=Sampling(temperature), **REGIME)
+        assert ("inference::chain" in {event.key for event in profile.key_averages()}) is fast
+        seen.append(rounds)
+    assert len(seen[0]) == len(seen[1]) > 3
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one.x, other.x) and one.k == other.k
+        torch.testing.assert_close(one.q, other.q, rtol=1e-5, atol=1e-6)
 
 
 @needs_kernels
