@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Sampler
 
 from cotrain.data.sources import Blocks, SeededOrder
 
+COLUMNS = 32  # batches have few widths, so that a GPU finds free blocks of the same sizes
 NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
 
 
@@ -209,6 +210,19 @@ class Learnt(Dataset[dict[str, Tensor]]):
             "temperature": self.temperature[index],
             "length": length,
         } | packed
+
+
+def columns_of(batch: Mapping[str, Tensor]) -> int:
+    """Return how many columns of a batch (`Learnt`) have tokens, rounded up to a multiple of `COLUMNS`, at most T.
+    Without an entry length, all T have."""
+    length, T = batch.get("length"), batch["ids"].shape[1]
+    return T if length is None else min(T, -(-int(length.max()) // COLUMNS) * COLUMNS)
+
+
+def shortened(batch: Mapping[str, Any], columns: int) -> dict[str, Any]:
+    """Return a batch (`Learnt`) with the first `columns` of its T columns."""
+    cut = {"ids": columns, "position_ids": columns, "predicted": columns - 1, "sampled": columns - 1}
+    return {name: part[:, : cut[name]] if name in cut else part for name, part in batch.items()}
 
 
 class Strided(Sampler[int]):

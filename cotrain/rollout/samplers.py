@@ -16,7 +16,7 @@ from inference.drafts.atomic import naming_full_disk, write_atomic
 from inference.servers.openai_client import Completion
 
 WINDOW = 512  # prompts that are sorted by length
-CALL = 4  # times the sampler's rows in a call, if no time limits it: a row that ends leaves its place to the next
+CALL = 4  # times the sampler's rows in a call, unless time is short: a row that ends leaves its place to the next
 SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
 
 
@@ -169,8 +169,8 @@ def collect(
     size = sampler.rows if seconds else CALL * sampler.rows
     display = Display(title or f"texts at temperature {sampling.temperature:g}", len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
-        for start in range(first, len(asked), size):
-            chosen = order[start : start + size]
+        while len(rows) < len(asked):
+            chosen = order[len(rows) : len(rows) + size]
             batch = [asked[i] for i in chosen]
             texts = [prompt for _, prompt in batch]
             completions = sampler(texts, sampling, new_tokens, seed, [keys[i] for i in chosen])
@@ -181,12 +181,16 @@ def collect(
             file.writelines(json.dumps(row) + "\n" for row in batch_rows)
             file.flush()
             rows += batch_rows
-            speed = sum(len(row["completion"]) for row in rows[first:]) / (time.perf_counter() - clock)
-            display.to(len(rows), f"{speed:.0f} tokens/s")
-            batches, spent = (len(rows) - first) / size, time.perf_counter() - clock
-            if seconds and len(rows) < len(asked) and spent * (1 + 1 / batches) > seconds:
-                print(f"sampling ends after {len(rows)} of {len(asked)} texts, since minutes= leaves no time for more")
-                break
+            spent = time.perf_counter() - clock
+            display.to(len(rows), f"{sum(len(row['completion']) for row in rows[first:]) / spent:.0f} tokens/s")
+            if seconds:
+                each, size = spent / (len(rows) - first), CALL * sampler.rows
+                size = size if CALL * size * each < seconds - spent else sampler.rows
+                if len(rows) < len(asked) and spent + size * each > seconds:
+                    print(
+                        f"sampling ends after {len(rows)} of {len(asked)} texts, since minutes= leaves no time for more"
+                    )
+                    break
     return rows
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from huggingface_hub import constants
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -26,6 +27,7 @@ from transformers import (
 from transformers import __version__ as transformers_version
 from transformers.masking_utils import find_packed_sequence_indices
 
+from cotrain.data.texts import columns_of
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import UNREACHED, refuse_missing, resolve
@@ -369,17 +371,21 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     embeddings, i the state after i decoder layers, ENCODER the encoder's states. Raises ValueError for a layer that
     does not exist, and if the head does more than project, cap or scale.
     """
-    read, head = split(model, vocabulary)
+    _, head = split(model, vocabulary)
     own_precision = partial(torch.autocast, model.device.type, enabled=False)
     inner = sorted({*layers} - {LAST})
-    if inner:
-        read_layers = by_layer(model, inner)
+    read_layers = by_layer(model, inner)
 
     def states(
         ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, length: Tensor | None = None
     ) -> Record:
+        T, columns = ids.shape[1], columns_of({"ids": ids} | ({} if length is None else {"length": length}))
+        places = None if position_ids is None else position_ids[:, :columns]
         with own_precision():
-            return read_layers(ids, position_ids, source) if inner else {LAST: read(ids, position_ids, source)}
+            record = read_layers(ids[:, :columns], places, source)
+        return {
+            layer: part if layer == ENCODER else pad(part, (0, 0, 0, T - columns)) for layer, part in record.items()
+        }
 
     def logits(states: Tensor) -> Tensor:
         with own_precision():

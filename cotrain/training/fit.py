@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import lightning
-import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch.utils.data import ConcatDataset, DataLoader
@@ -209,17 +208,17 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
     trainer = job.cfg.trainer
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
-    keys, read = len(corpus) + torch.arange(len(sampled)), module.teacher.read
+    read, order = module.teacher.read, sampled.length.argsort(descending=True, stable=True)  # so that little is padding
     if isinstance(read, DiskCache):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
         print(read.estimate(len(sampled), sampled.ids.shape[1] * (1 + len(job.reads)) * states))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
         module.teacher.fill(
-            sampled.ids.long(),
-            keys,
+            sampled.ids[order].long(),
+            len(corpus) + order,
             progress=lambda done, _: display.to(done),
-            source=sampled.source,
-            length=sampled.length,
+            source=None if sampled.source is None else sampled.source[order],
+            length=sampled.length[order],
         )
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from cotrain.console import Counter, counting
+from cotrain.data.texts import columns_of, shortened
 from cotrain.errors import NotFinite
 from cotrain.evaluation.divergence import Decode, divergence
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, Scores, evaluate, figures
@@ -30,7 +31,7 @@ from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_distributions import FromStates, remembered
-from cotrain.teacher.target_model import Head, Reader, Record, served
+from cotrain.teacher.target_model import ENCODER, Head, Reader, Record, served
 from cotrain.training.deadline import JUDGING, ONCE
 from cotrain.training.distributed import (
     StepCounts,
@@ -292,7 +293,10 @@ class Distillation(lightning.LightningModule):
         record = self.teacher(
             batch["ids"], host["key"], host.get("position_ids"), host.get("source"), host.get("length")
         )
-        uniforms = self._uniforms(host["key"], host["ids"].shape[1])
+        columns = columns_of(host)
+        ids, host = batch["ids"][:, :columns], shortened(host, columns)
+        record = {layer: states if layer == ENCODER else states[:, :columns] for layer, states in record.items()}
+        uniforms = self._uniforms(host["key"], columns)
         guesses = self.student.guesses(host | {"uniforms": uniforms}, Seen(record))
         refuse_mixed(guesses)
         spec, counts, watched = current(self.stages, self.done), self._counts(batch), self.watched
@@ -304,9 +308,7 @@ class Distillation(lightning.LightningModule):
             distributions = remembered(
                 distributions, guesses, counted_positions, host["temperature"], self.truncate, self.chunk
             )
-        asked = LossBatch(
-            distributions, batch["ids"], host["temperature"], sampled_mask(host), self.truncate, self.chunk
-        )
+        asked = LossBatch(distributions, ids, host["temperature"], sampled_mask(host), self.truncate, self.chunk)
         logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)
         parts = step.of_texts()

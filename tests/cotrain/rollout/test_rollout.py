@@ -106,19 +106,22 @@ def test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers(
 def test_sampling_ends_with_its_seconds(
     target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of two takes ten seconds; none begins that would end later, and the first always does."""
-    asked, now = [("a", [5 + i]) for i in range(9)], [0.0]
+    """A batch of two takes ten seconds; none begins that would end later, and the first always does. With much time
+    left, a batch is four times as large."""
+    asked, now, sizes = [("a", [5 + i]) for i in range(9)], [0.0], []
     monkeypatch.setattr(samplers, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     class Slow(Own):
         def __call__(self, *arguments: Any) -> list[list[int]]:
-            now[0] += 10.0
+            now[0] += 5.0 * len(arguments[0])
+            sizes.append(len(arguments[0]))
             return super().__call__(*arguments)
 
     for seconds, count in ((None, 9), (1000.0, 9), (39.0, 6), (30.0, 6), (1.0, 2)):
         sampler = Slow(Engine(target, rows=2))
         rows = collect(sampler, asked, WARM, 2, 0, tmp_path / f"{seconds}", quiet, None, seconds)
         assert [row["prompt"] for row in rows] == [prompt for _, prompt in asked[:count]]
+    assert sizes == [8, 1, 2, 7, *[2] * 7]
 
 
 def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cotrain.config.drafts import DRAFTS
 from cotrain.data.texts import Texts
@@ -65,6 +66,18 @@ def whole(ids: Tensor = IDS, temperature: float | list[float] = 1.0) -> dict[str
 def gradients(student: Any, loss: str, batch: dict[str, Tensor], **settings: Any) -> dict[str, Tensor | None]:
     teaching(student, loss, **settings).training_step(batch, 0).backward()
     return {name: weight.grad for name, weight in student.network.named_parameters()}
+
+
+@EACH
+def test_columns_of_padding_alone_are_not_computed(kind: str) -> None:
+    student, widths = STUDENTS[kind](target()), []
+    batch = whole(temperature=[1.0, 0.7, 2.0]) | {"length": torch.tensor([14, 9, 12])}
+    batch["predicted"] &= torch.arange(1, 14) < batch["length"].unsqueeze(1)
+    padded = batch | {name: pad(batch[name], (0, 70)) for name in ("ids", "predicted")}
+    made = student.guesses
+    student.guesses = lambda given, seen: widths.append(given["ids"].shape[1]) or made(given, seen)
+    torch.testing.assert_close(gradients(student, "kl", padded), gradients(student, "kl", batch))
+    assert widths == [32, 14]
 
 
 @EVERY

@@ -1,5 +1,6 @@
 """Which texts a step of a run learns from, on which process, and what is read ahead and judged between validations."""
 
+from dataclasses import replace
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -46,9 +47,11 @@ def test_texts_are_read_before_training_under_the_keys_of_steps(monkeypatch: pyt
     fill = lambda ids, keys, progress, source, length: met.append((ids, keys))  # noqa: E731
     module: Any = SimpleNamespace(teacher=SimpleNamespace(read=None, fill=fill))
     corpus, sampled = texts(4, 100), texts(8, 200)
+    sampled = replace(sampled, length=torch.tensor([2, 3, 4, 4, 3, 2, 2, 4]))
     fit._remember(job, module, corpus, sampled)
     ((ids, keys),) = met
-    assert torch.equal(ids, sampled.ids) and keys.tolist() == list(range(4, 12))
+    order = [2, 3, 7, 1, 4, 0, 5, 6]  # texts of like length are read together
+    assert torch.equal(ids, sampled.ids[order]) and keys.tolist() == [4 + row for row in order]
     fit._remember(job, module, texts(5, 100), sampled)
     assert len(met) == 1
 

@@ -24,6 +24,7 @@ from inference.verify.tree import Tree
 from tests import kinds
 from tests.inference.models.test_llama import FAMILIES, WIDE, build, passes
 from tests.inference.models.test_trees import PARENTS, check
+from tests.inference.test_adaptive_policy import Script
 from tests.inference.test_every_proposer import Uneven
 from tests.tiny import tiny, traced
 
@@ -291,21 +292,31 @@ def test_drafts_over_states_in_float32_have_copies(
 
 
 @needs_kernels
-@pytest.mark.parametrize("size", [16, None])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_one_operator_drafts_a_chain(size: int | None, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "sampling", "policy", "applies"),
+    [
+        (16, Sampling(0.0), Uneven(), True),
+        (16, Sampling(0.7), Uneven(), True),
+        (None, [Sampling(0.7), Sampling(1.3)], Uneven(), True),
+        (16, Sampling(0.7, top_k=3), Uneven(), False),
+        (16, [Sampling(0.7), Sampling(0.0)], Uneven(), False),
+        (16, Sampling(0.7), Script(), False),
+    ],
+)
+def test_one_operator_drafts_a_chain(
+    size: int | None, sampling: Any, policy: Any, applies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The drafts and distributions are those of one pass after the other, also after rounds of other lengths."""
-    target = halved(tiny(hidden=32, heads=2, layers=4))
-    network, seen = halved(kinds.eagle(target, 0.3, draft_vocab_size=size)), []
+    target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
+    network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size))
     for fast in (True, False):
         monkeypatch.setattr(EagleDrafting, "chains", fast)
         proposer: Any = Eagle(network)
         propose, rounds = proposer.propose, []
         proposer.propose = lambda round, propose=propose, rounds=rounds: rounds.append(propose(round)) or rounds[-1]
         with torch.profiler.profile() as profile:
-            engine = Engine(target, proposer, policy=Uneven(), rows=2)
-            engine.generate(PROMPTS, sampling=Sampling(temperature), **REGIME)
-        assert ("inference::chain" in {event.key for event in profile.key_averages()}) is fast
+            Engine(target, proposer, policy=policy, rows=2).generate(PROMPTS, sampling=sampling, **REGIME)
+        assert ("inference::chain" in {event.key for event in profile.key_averages()}) is (fast and applies)
         seen.append(rounds)
     assert len(seen[0]) == len(seen[1]) > 3
     for one, other in zip(*seen, strict=True):
