@@ -127,7 +127,7 @@ def _command(name: str, arguments: list[str]) -> int:
     except Interrupted as stop:
         return _say(who, str(stop), 128 + stop.signum)
     except KeyboardInterrupt:
-        return _say(who, "interrupted", 130)
+        return _say(who, "interrupted" + "; nothing of it is kept" * (name == "bench"), 130)
     except SystemExit as stop:  # from --help and the like
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except Exception as error:

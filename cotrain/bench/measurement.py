@@ -245,6 +245,10 @@ class TimingDisplay(Display):
         total, unit = (self.seconds, "s at most") if self.limited else (batches, "batches")
         super().__init__("bench: timing", total, unit)
 
+    @property
+    def left(self) -> float | None:
+        return super().left if time.perf_counter() - self.first <= self.seconds else None
+
     def known(self, _: int, within: float) -> None:
         """Store the width of the interval for the next line. within: the larger distance of an end of the interval from
         the speed-up, as a share of the speed-up; inf if there is no interval yet."""
