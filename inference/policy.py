@@ -34,7 +34,11 @@ class Fixed:
 class Decisions(Protocol):
     """The decisions of a policy that learns within a call. A decision must not depend on the draft that it decides
     about, nor on the target's logits of this round. Then each draft is drawn from its distribution whatever was
-    decided, and every rule stays exact. A is the number of active rows, V the vocabulary size."""
+    decided, and every rule stays exact. A is the number of active rows, V the vocabulary size. asks: whether the round
+    that was opened last decides after each draft."""
+
+    @property
+    def asks(self) -> bool: ...
 
     def idle(self, rows: int, asks: bool) -> bool:
         """Return whether a round of `rows` new rows would draft nothing. Then the draft model need not read their

@@ -184,7 +184,7 @@ class DecodingRound:
     @property
     def decides(self) -> bool:
         """Return whether a policy decides after each draft."""
-        return self.decisions is not None
+        return self.decisions is not None and self.decisions.asks
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         """Return logits (A, V) after the settings that read the text, such as penalties and processors. logits (A, V):

@@ -383,7 +383,7 @@ std::vector<at::Tensor> layers(
   for (int64_t r = 0; seen && r < N; r++)
     while (ends[r] > 1 && seen[r * read + ends[r] - 1] < HIDDEN) ends[r]--;
   int64_t step = A / 2 + 1;  // texts in an order that gives each thread short and long ones
-  while (std::gcd(step, A) > 1) step++;
+  if (std::gcd(step, A) > 1) step++;
   auto add = [&](const float* more) {
     for (int64_t i = 0; i < N * width; i++) x[i] += more[i];
   };

@@ -307,14 +307,14 @@ def applies(model: PreTrainedModel) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROTATIONS or getattr(config, "pretraining_tp", 1) != 1:
         return False
-    if any("forward" in vars(m) or _hooked(m) for m in model.modules()):
+    if any("forward" in vars(m) or hooked(m) for m in model.modules()):
         return False
     linears = [m for name, m in model.named_modules() if name.endswith(("_proj", "lm_head"))]
     plain = all(type(m) is nn.Linear or m is small_of(model) for m in linears)
     return plain and len({p.device for p in model.parameters()}) == 1
 
 
-def _hooked(module: nn.Module) -> bool:
+def hooked(module: nn.Module) -> bool:
     """Return whether a module has hooks that may change what it computes. Hooks that a pass of transformers with
     `output_hidden_states` leaves behind only record; they do not count."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
@@ -424,8 +424,10 @@ def can_round(model: PreTrainedModel) -> bool:
 def has_kernel(model: PreTrainedModel) -> bool:
     """Return whether the kernel for rounded weights can run all linear layers of the model. The kernel runs on a CPU
     and reads bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past
-    the end of a row. Only bfloat16 layers are rounded, so other layers do not count."""
+    the end of a row. Only bfloat16 layers are rounded, so other layers do not count. Where the CPU would emulate
+    bfloat16, packed copies are rounded instead (`packing.Widened`), if the model is small enough for them."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
+    fits = fits and (packing.is_small(model) or not packing.widens())
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
@@ -565,7 +567,7 @@ def packed(weights: Weights) -> Weights:
 
 
 def _packed(linear: Linear, int8: bool = False) -> Linear:
-    if not int8:
+    if not int8 or not packing.has_kernels():
         return linear._replace(packed=packing.pack(linear.weight, linear.bias))
     numbers, scale = int8_rows(linear.weight)
     return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))

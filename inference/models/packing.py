@@ -159,11 +159,16 @@ def _processor() -> str:
 def can_pack(model: PreTrainedModel) -> bool:
     """Return whether the projections of a model are to be packed: it must be on a CPU, small enough to be stored twice,
     and in bfloat16 where that is fast or in float32 where bfloat16 is not."""
-    if model.device.type != "cpu" or 2 * sum(p.numel() for p in model.parameters()) > LARGEST:
+    if model.device.type != "cpu" or not is_small(model):
         return False
     if model.dtype == torch.bfloat16:  # on AVX2 oneDNN raises
         return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)
     return model.dtype == torch.float32 and emulated(torch.bfloat16)
+
+
+def is_small(model: PreTrainedModel) -> bool:
+    """Return whether a model may be stored twice."""
+    return 2 * sum(p.numel() for p in model.parameters()) <= LARGEST
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Product | None:

@@ -457,7 +457,8 @@ class EagleDrafting(nn.Module):
     def chains(self) -> bool:
         """Return whether one operator of `kernels.cpp` can draft a chain."""
         head, whole = self.network.lm_head, self.vocabulary >= self.network.config.vocab_size
-        plain = type(self.embedding) is nn.Embedding and self.embedding.weight.dtype == torch.float32
+        plain = type(self.embedding) is nn.Embedding and not llama.hooked(self.embedding)
+        plain = plain and self.embedding.max_norm is None and self.embedding.weight.dtype == torch.float32
         packed = isinstance(head, llama.PackedLinear) and isinstance(head.product, packing.Widened)
         return self.flat is not None and packed and plain and whole
 
@@ -501,9 +502,9 @@ class Eagle(Proposer):
     A text of one token gets no drafts, since the target has read no token yet. greedy: whether to draft the likeliest
     tokens, with one-hot distributions. compile: whether rounds are compiled on a CPU, or recorded as CUDA graphs on a
     GPU; None to do as the target does. On a CPU, only chains whose distributions depend on a temperature alone are
-    compiled. int8: whether the weights are rounded to 8 bits, if `llama.has_kernel` allows it; q is then the
-    distribution of the rounded network. shape: the tree to draft, as the parent of each node (-1 for the text); None
-    for chains.
+    compiled. int8: whether the weights are rounded to 8 bits, in bfloat16 if `llama.has_kernel` allows it, in float32
+    if they are packed (`packing`); q is then the distribution of the rounded network. shape: the tree to draft, as the
+    parent of each node (-1 for the text); None for chains.
     """
 
     network_class: Any = EagleNetwork
@@ -561,7 +562,7 @@ class Eagle(Proposer):
             self.host, rows = host, host.rows + host.spare
             packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
             # first, since it moves weights, which are stamped and shared after it
-            self.int8 = self.int8 and (packs or not wide)
+            self.int8 = self.int8 and (not wide or packs and packing.has_kernels())
             flat = (
                 self.network.of_kernel(self.int8) if packs and wide and isinstance(self.network, EagleNetwork) else None
             )

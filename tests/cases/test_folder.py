@@ -42,7 +42,7 @@ NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processo
 def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weights that the kind's kernels read: in 8 bits, and in 16 where the CPU would emulate bfloat16."""
+    """With the weights that the kind's kernels read: in 8 bits, or some in 16 where the CPU would emulate bfloat16."""
     aligned_kernels(monkeypatch)
     rounds = kind not in ("medusa", "hydra")
     dtype = torch.bfloat16 if rounds else torch.float32

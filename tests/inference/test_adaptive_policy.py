@@ -39,6 +39,7 @@ class Scripted:
     waits: bool = False  # whether the draft reads prompts only when it drafts
     round: int = 0
     seen: list[Tensor] = field(default_factory=list)
+    asks: bool = True
 
     def idle(self, rows: int, asks: bool) -> bool:
         return self.waits

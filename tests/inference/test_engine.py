@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from inference import Engine, Sampling
+from inference.models.lm import LM, WORTH, store_prompts
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import States
@@ -159,6 +161,29 @@ def test_prompts_in_spare_slots_do_not_change_texts(verify: str) -> None:
         alone = one.generate([prompt], max_new_tokens=limit, ids=[key], **settings)
         assert out.tokens[key] == alone.tokens[0] and out.stats.rows[key] == alone.stats.rows[0]
     assert sum(staged) >= 4 and max(staged) == 2
+
+
+def test_a_beginning_is_read_once_and_prompts_of_unlike_length_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [[5] * 9 + [n] * more for n, more in ((3, 12), (1, 2), (4, 13), (2, 3))]
+    engine, shapes, store = Engine(tiny(positions=64), rows=4), [], LM.store
+    expected = engine.generate(prompts, max_new_tokens=3, ids=range(4)).tokens
+    monkeypatch.setitem(WORTH, "cpu", 3)
+
+    def noted(lm: LM, ids: torch.Tensor, *others: Any, **settings: Any) -> States:
+        shapes.append(tuple(ids.shape))
+        return store(lm, ids, *others, **settings)
+
+    monkeypatch.setattr(LM, "store", noted)
+    assert engine.generate(prompts, max_new_tokens=3, ids=range(4)).tokens == expected
+    assert shapes == [(1, 9), (2, 2), (1, 9), (2, 12)]
+    lms = [LM(tiny(positions=64), 2) for _ in range(2)]
+    with torch.inference_mode():
+        for lm, worth in zip(lms, (3, 99), strict=True):  # also in passes of four positions
+            monkeypatch.setitem(WORTH, "cpu", worth)
+            store_prompts(lm, 0, prompts[::2], chunk=4)
+    keys = [lm.cache.stores[-1].keys[:, :, :20] for lm in lms]
+    torch.testing.assert_close(*keys)
+    assert shapes[4:7] == [(1, 4), (1, 4), (1, 1)]
 
 
 def test_an_end_id_of_zero_ends_a_text() -> None:

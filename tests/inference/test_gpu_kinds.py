@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from inference import Engine, Sampling
 from inference.exactness.forced import rounds_along
+from inference.models.lm import WORTH
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers.base import Proposal, Proposer
@@ -41,7 +42,9 @@ def expected_calls(kind: str, device: str, real: bool = False) -> list[Tensor]:
     counts = range(3, 3 + gpu_counts.ROWS)
     tokens = [[(5 * i + 3 * n) % 30 + 1 for i in range(n)] for n in counts]
     texts = Emitted(gpu_counts.PROMPTS, list(range(gpu_counts.ROWS)), tokens, [])
-    with standin.device() if device == "cuda" and not real else nullcontext(), torch.inference_mode():
+    place = standin.device() if device == "cuda" and not real else nullcontext()
+    with place, torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WORTH, "cpu", 512)  # rows in the order of the device
         rounds = rounds_along(engine_on(kind, device), texts, Sampling(0.8), max(counts))
         return [p.to("cpu") for one in rounds for _, p in sorted(one.round.drawn.items())]
 

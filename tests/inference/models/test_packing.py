@@ -3,6 +3,8 @@
 import copy
 import gc
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from tests.inference.models.test_llama import FAMILIES, WIDE, build, passes
 from tests.inference.models.test_trees import PARENTS, check
 from tests.inference.test_adaptive_policy import Script
 from tests.inference.test_every_proposer import Uneven
+from tests.inference.test_shared_proposers import Short
 from tests.tiny import tiny, traced
 
 # where there is a compiler they must compile
@@ -137,6 +140,16 @@ def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any])
     torch.testing.assert_close(passes(lm), passes(LM(model, 3, stock=True)), rtol=1e-4, atol=1e-4)
 
 
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 ODD: dict[str, Any] = {"head_dim": 6, "hidden_size": 20, "intermediate_size": 37, "vocab_size": 45}
 SHARP = ODD | {"num_hidden_layers": 4}
 
@@ -151,13 +164,13 @@ def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> 
         model.model.layers[0].mlp.gate_proj.weight.data.mul_(2**10)  # gates far below and above 0
     if settings is SHARP:
         model.model.layers[1].self_attn.q_proj.weight.data.mul_(2**4)  # scores up to 200
-    lm, stock = LM(model, 3), LM(model, 3, stock=True)
+    lm, stock = LM(model, 6), LM(model, 6, stock=True)
     assert lm.run.flat is not None  # type: ignore[attr-defined]
     layers = (*range(model.config.num_hidden_layers + 1), LAST)
-    ids = torch.arange(3 * 24).view(3, 24) % 31
-    with torch.inference_mode():
+    ids = torch.arange(6 * 24).view(6, 24) % 31
+    with torch.inference_mode(), threads(2):
         for one in (lm, stock):
-            one.store(ids[1:], [0, 0], low=1)
+            one.store(ids[1:], [0] * 5, low=1)
             one.store(ids[:1, :7], [0])
         for start, low, n in (
             ([7], 0, 3),
@@ -166,6 +179,8 @@ def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> 
             ([0, 0, 0], 0, 16),
             ([2, 7, 5], 0, 1),
             ([9, 4, 11], 0, 9),
+            ([1, 3, 8, 2, 6, 5], 0, 16),
+            ([9, 4, 11, 24, 1, 18], 0, 1),
         ):
             some = ids[low : low + len(start), :n].flip(1)
             mine, theirs = (one.forward(some, start, low=low, states=layers) for one in (lm, stock))
@@ -293,29 +308,34 @@ def test_drafts_over_states_in_float32_have_copies(
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("size", "sampling", "policy", "applies"),
+    ("size", "sampling", "settings", "applies"),
     [
-        (16, Sampling(0.0), Uneven(), True),
-        (16, Sampling(0.7), Uneven(), True),
-        (None, [Sampling(0.7), Sampling(1.3)], Uneven(), True),
-        (16, Sampling(0.7, top_k=3), Uneven(), False),
-        (16, [Sampling(0.7), Sampling(0.0)], Uneven(), False),
-        (16, Sampling(0.7), Script(), False),
+        (16, Sampling(0.0), {}, True),
+        (16, Sampling(0.7), {}, True),
+        (16, Sampling(0.7), {"greedy": True}, True),
+        (None, [Sampling(0.7), Sampling(1.3)], {"int8": True}, True),
+        (16, Sampling(0.7, top_k=3), {}, False),
+        (16, [Sampling(0.7), Sampling(0.0)], {}, False),
+        (16, Sampling(0.7), {"policy": Script()}, False),
+        (16, Sampling(0.7), {"tokenizer": Short()}, False),
     ],
 )
 def test_one_operator_drafts_a_chain(
-    size: int | None, sampling: Any, policy: Any, applies: bool, monkeypatch: pytest.MonkeyPatch
+    size: int | None, sampling: Any, settings: dict[str, Any], applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafts and distributions are those of one pass after the other, also after rounds of other lengths."""
     target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
     network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size))
+    whole = {"policy": Uneven()} | settings
+    drafting = {name: whole.pop(name) for name in ("greedy", "int8") if name in whole}
     for fast in (True, False):
-        monkeypatch.setattr(EagleDrafting, "chains", fast)
-        proposer: Any = Eagle(network)
+        if not fast:
+            monkeypatch.setattr(EagleDrafting, "chains", False)
+        proposer: Any = Eagle(network, **drafting)
         propose, rounds = proposer.propose, []
         proposer.propose = lambda round, propose=propose, rounds=rounds: rounds.append(propose(round)) or rounds[-1]
         with torch.profiler.profile() as profile:
-            Engine(target, proposer, policy=policy, rows=2).generate(PROMPTS, sampling=sampling, **REGIME)
+            Engine(target, proposer, rows=2, **whole).generate(PROMPTS, sampling=sampling, **REGIME)
         assert ("inference::chain" in {event.key for event in profile.key_averages()}) is (fast and applies)
         seen.append(rounds)
     assert len(seen[0]) == len(seen[1]) > 3
