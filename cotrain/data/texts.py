@@ -212,10 +212,9 @@ class Learnt(Dataset[dict[str, Tensor]]):
         } | packed
 
 
-def columns_of(batch: Mapping[str, Tensor]) -> int:
-    """Return how many columns of a batch (`Learnt`) have tokens, rounded up to a multiple of `COLUMNS`, at most T.
-    Without an entry length, all T have."""
-    length, T = batch.get("length"), batch["ids"].shape[1]
+def columns_of(T: int, length: Tensor | None) -> int:
+    """Return how many of T columns have tokens, rounded up to a multiple of `COLUMNS`, at most T. length (B,): the
+    number of tokens of each row; None: all columns have."""
     return T if length is None else min(T, -(-int(length.max()) // COLUMNS) * COLUMNS)
 
 

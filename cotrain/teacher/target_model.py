@@ -379,7 +379,7 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     def states(
         ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, length: Tensor | None = None
     ) -> Record:
-        T, columns = ids.shape[1], columns_of({"ids": ids} | ({} if length is None else {"length": length}))
+        T, columns = ids.shape[1], columns_of(ids.shape[1], length)
         places = None if position_ids is None else position_ids[:, :columns]
         with own_precision():
             record = read_layers(ids[:, :columns], places, source)

@@ -293,7 +293,7 @@ class Distillation(lightning.LightningModule):
         record = self.teacher(
             batch["ids"], host["key"], host.get("position_ids"), host.get("source"), host.get("length")
         )
-        columns = columns_of(host)
+        columns = columns_of(host["ids"].shape[1], host.get("length"))
         ids, host = batch["ids"][:, :columns], shortened(host, columns)
         record = {layer: states if layer == ENCODER else states[:, :columns] for layer, states in record.items()}
         uniforms = self._uniforms(host["key"], columns)

@@ -561,11 +561,10 @@ class Eagle(Proposer):
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
             packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
-            # first, since it moves weights, which are stamped and shared after it
             self.int8 = self.int8 and (not wide or packs and packing.has_kernels())
-            flat = (
-                self.network.of_kernel(self.int8) if packs and wide and isinstance(self.network, EagleNetwork) else None
-            )
+            one_layer = packs and wide and isinstance(self.network, EagleNetwork)
+            # first, since it moves weights, which are stamped and shared after it
+            flat = self.network.of_kernel(self.int8) if one_layer else None
             self.served = self._copied(packs and wide)
             copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
