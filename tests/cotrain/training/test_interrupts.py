@@ -189,4 +189,4 @@ def test_a_second_interrupt_ends_the_process_without_a_traceback() -> None:
         "cli._hydra = stop; sys.argv = ['cotrain', 'bench']; atexit.register(stop); sys.exit(cli.main())"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "cotrain bench: interrupted\n")
+    assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "cotrain bench: interrupted; nothing of it is kept\n")
