@@ -62,7 +62,8 @@ class TargetDistributions(Protocol):
 def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     """Return log softmax(logits / temperature), (n, V), in float32 or better. logits (n, V). temperature (n,): 0 counts
     as 1."""
-    return log_probs_at(wide(logits), sent(temperature.masked_fill(temperature == 0, 1.0), logits.device))
+    at = temperature.masked_fill(temperature == 0, 1.0)  # on the CPU
+    return log_probs_at(wide(logits), 1.0 if bool((at == 1).all()) else sent(at, logits.device))
 
 
 def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
