@@ -90,6 +90,8 @@ def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
             f"costs={path}: it must be a plan.json, or a JSON object with an object for each number of rows, which has "
             f"{', '.join(PARTS)}"
         ) from error
+    except FileNotFoundError:
+        raise UserError(f"costs={path}: there is no such file") from None
     except (OSError, ValueError, OverflowError) as error:
         raise UserError(f"costs={path}: {error}") from error
 

@@ -145,7 +145,7 @@ def collect(
     say: Say | None = None,
     keys: Sequence[int] | None = None,
     seconds: float | None = None,
-    title: str | None = None,
+    title: str = "texts",
     window: int = WINDOW,
 ) -> list[dict[str, Any]]:
     """Sample a continuation of every prompt in `asked`, pairs (domain, token ids). Return one row {"domain", "prompt",
@@ -158,7 +158,7 @@ def collect(
             samples the same texts as an uninterrupted one.
         seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
             there may be fewer rows than prompts.
-        title: of the progress bar; None for the temperature.
+        title: of the progress bar.
         window: how many prompts are sorted by length. With 1, the rows of fewer prompts are the first rows of more.
     """
     keys = range(len(asked)) if keys is None else keys
@@ -167,7 +167,7 @@ def collect(
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
     size = sampler.rows if seconds else CALL * sampler.rows
-    display = Display(title or f"texts at temperature {sampling.temperature:g}", len(asked), "texts", first, say)
+    display = Display(title, len(asked), "texts", first, say)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         while len(rows) < len(asked):
             chosen = order[len(rows) : len(rows) + size]

@@ -195,6 +195,7 @@ class Sampled:
             say,
             order,
             self.seconds.get(kind),
+            f"{'texts' if kind == 'train' else 'held-out texts'} at temperature {sampling.temperature:g}",
         )
         sampled, rows = len(rows), [row for row in rows if row["completion"]]
         if len(rows) < sampled:

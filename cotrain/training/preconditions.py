@@ -25,7 +25,7 @@ from cotrain.config.groups import OF_PATH, Bench, Regime, ServedRegime, Trainer
 from cotrain.config.settings import RolloutConfig, TrainConfig, from_target, learnt, sampling
 from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_rows
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
-from cotrain.data.sources import refuse_short, sources_apart
+from cotrain.data.sources import files_of, refuse_short, sources_apart
 from cotrain.data.splits import SPLITS, apart
 from cotrain.errors import UserError, user_errors
 from cotrain.ranks import rank
@@ -310,7 +310,9 @@ def machine(cfg: Trainer) -> None:
 
 
 def _folders(cfg: TrainConfig) -> None:
-    """Check the adapter, the server, and the folders that are written, except the run's own folder."""
+    """Check the user's texts, the adapter, the server, and the folders that are written, except the run's own."""
+    if cfg.data.path:
+        files_of(cfg.data.path)
     for key, folder in (("trainer.cache", cfg.trainer.cache), ("rollout.folder", cfg.rollout.folder)):
         if folder:
             writable(key, folder)
