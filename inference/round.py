@@ -269,7 +269,12 @@ class DecodingRound:
     def last(self, probs: Tensor) -> Tensor:
         """Return the tokens (A,) that follow the accepted drafts. probs (A, V): their distributions, from the
         verification."""
-        return draw(probs, self._numbers[RESIDUAL - 1, :, 0])
+        return draw(probs, self.last_noise)
+
+    @property
+    def last_noise(self) -> Tensor:
+        """Return the uniforms (A,) that draw the token after the accepted drafts."""
+        return self._numbers[RESIDUAL - 1, :, 0]
 
     @property
     def test_noise(self) -> Tensor:
@@ -354,20 +359,26 @@ class DecodingRound:
 
     # The round as a function of tensors, see `models.replay`
 
-    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
+    def pure(
+        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
+    ) -> Pure | None:
         """Return the round as a function of the tensors that it reads, or None if it reads anything else (as the user's
         processors do).
 
         depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
         the settings are. simple: whether to return a round that depends only on uniforms and temperatures; None is
         returned if distributions or draws depend on other settings. trees: whether the proposer draws children.
+        nucleus: whether a simple round may depend on top-p too, as its tensor `tails` (A,), 1 - top-p.
         """
         regimes, penalties = self.batch.regimes, self.batch.penalties
         if simple:
             greedy = greedy or not any(regimes.temperatures)
-            if self.rule.shared or penalties or regimes.cut or not (greedy or all(regimes.temperatures)):
+            nucleus = nucleus and not (greedy or regimes.max_top_k or regimes.any_min_p)
+            cut = regimes.cut and not nucleus
+            if self.rule.shared or penalties or cut or not (greedy or all(regimes.temperatures)):
                 return None
             tensors = {"u": self._streams(depths)[0], "temperature": self.temperature}
+            tensors |= {"tails": regimes.tails} if regimes.cut else {}
             return Pure(tensors, partial(_tempered, greedy=greedy), greedy)
         if self.batch.own:
             return None

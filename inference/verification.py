@@ -80,6 +80,8 @@ def verified(
     """Verify the drafts of a round by tensor operations only, and return the result. The arguments are those of
     `verify`."""
     x, q, tree, rule = proposal.x, proposal.q, proposal.tree, round.rule
+    if tree is None and not traced and top is None and (table := _by_operator(round, logits, proposal, asked)).numel():
+        return RoundResult(table)
     p = round.target_probs(logits, x, proposal.k, tree)
     length = usable_lengths(p, q, asked, tree)
     shape = {} if tree is None else {"tree": tree}
@@ -93,6 +95,21 @@ def verified(
         return result
     u = None if rule.shared else round.test_noise
     return result._replace(table=torch.cat((result.table, trace(p, proposal, u, length, result.path)), 1))
+
+
+def _by_operator(round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor) -> Tensor:
+    """Return the table of a round with a chain by an operator of `kernels.cpp`. It is empty if the operator is not
+    loaded, for other rules than `token` and `block`, for drafts without distributions, if the target's distributions
+    depend on more than temperature and top-p, and if one is missing."""
+    x, rule, regimes = proposal.x, round.rule.name, round.batch.regimes
+    q = logits[:, :0] if proposal.q is None else proposal.q
+    plain = type(round) is DecodingRound and not (round.batch.penalties or regimes.max_top_k or regimes.any_min_p)
+    floats = logits.dtype == q.dtype == torch.float32 and logits.device.type == "cpu" and q.shape[1] == x.shape[1]
+    if not (plain and floats and rule in ("token", "block") and hasattr(torch.ops.inference, "verified")):
+        return x[:0]
+    given, u = (logits, q, x, asked, regimes.temperature, regimes.tails), (round.test_noise, round.last_noise)
+    table: Tensor = torch.ops.inference.verified(*given, *u, rule == "block")
+    return table
 
 
 def round_result(

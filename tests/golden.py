@@ -59,8 +59,8 @@ LOSSES = ("tv", "nla", "lk", "greedy", "greedy_draft", "calls", "calls_block", "
 TRAINED = {f"train {kind}": f"train draft={kind} {MODELS.get(kind, '')} trainer.steps=8" for kind in KINDS}
 TRAINED |= {f"loss {loss}": f"train init.layers=[0] loss={loss} trainer.steps=4" for loss in LOSSES}
 TRAINED |= {
-    "train averaged": "train init.layers=[0] trainer.steps=8 trainer.accumulate=2 trainer.ema=0.5",
-    "train muon": "train optimizer=muon trainer.steps=4 regime=nucleus init=scratch "
+    "train accumulated": "train init.layers=[0] trainer.steps=8 trainer.accumulate=2",
+    "train nucleus": "train trainer.steps=4 regime=nucleus init=scratch "
     "draft.width=64 draft.layers=1 draft.intermediate=64",
     "train int8": "train init.layers=[0] quantisation=int8 trainer.steps=4 rollout.train_temperatures=[0.5,1]",
     "joint": "train init.layers=[0] mode=joint loss=kl trainer.steps=4 joint.warm_steps=2 "

@@ -6,8 +6,8 @@ profiler on a real one.
 
 Tiny models with the shapes of a round of eight rows and four drafts: what is counted does not depend on their size.
 A round is one after the first ones, in which no graph is recorded; the median round and the worst one are given. A
-training step is one of `cotrain train` with the default recipe, an average of weights and bfloat16: from the batch on
-the CPU to the optimiser, and to the curves if it is a step that is logged.
+training step is one of `cotrain train` with the default recipe and bfloat16: from the batch on the CPU to the
+optimiser, and to the curves if it is a step that is logged.
 `tests/inference/test_gpu_counts.py` bounds them.
 """
 
@@ -39,7 +39,7 @@ from cotrain.paths import folder
 from cotrain.students.base import Student
 from cotrain.teacher.target_model import served
 from cotrain.training.assembly import trained_by
-from cotrain.training.callbacks import Averaged, Learning, StandingWeights
+from cotrain.training.callbacks import Learning, StandingWeights
 from cotrain.training.deadline import Deadline
 from cotrain.training.fit import _loader, _points, _trainer
 from cotrain.training.interrupts import Signals
@@ -162,13 +162,12 @@ LOGGED = 2  # the step that is logged
 
 @cache
 def recipe() -> Any:
-    """The settings of `cotrain train trainer=gpu` with an average of weights."""
+    """The settings of `cotrain train trainer=gpu`."""
     register()
     with initialize_config_dir(str(folder("conf")), version_base="1.3"):
         asked = [
             "trainer=gpu",
             f"trainer.steps={STEPS}",
-            "trainer.ema=0.9",
             "trainer.corpus_steps=0",
             f"trainer.batch={TEXTS}",
             "trainer.validations=1",
@@ -193,8 +192,8 @@ class Training:
         job.halves = job.read, _ = served(target, layers=student.reads)
         held = {1.0: held_out(job.read, texts.rows([0, 1]), 1.0)}
         self.module = trained_by(job, student, held)
-        clock, average = Clock(self.module.progress, 1), Averaged(cfg.trainer.ema)  # type: ignore[arg-type]
-        own = [average, clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [average])]
+        clock = Clock(self.module.progress, 1)  # type: ignore[arg-type]
+        own = [clock, Learning(clock.progress), StandingWeights(), _points(job, self.module, clock, [])]
         self.trainer = _trainer(job, [*own, *callbacks], STEPS + 1, clock.progress, 0)
         self.loader = _loader(cfg.trainer, 0, none(), texts, self.trainer)
 
@@ -339,7 +338,7 @@ if __name__ == "__main__":
         "after": table(),
         "environment": environment(),
         "training": {
-            "unit": f"a step of {TEXTS} texts, bfloat16, with an average of weights",
+            "unit": f"a step of {TEXTS} texts, bfloat16",
             "kinds": {kind: training_counts(kind) for kind in TRAINED},
         },
     }

@@ -43,7 +43,6 @@ SHOWN = (
     "minutes",
     "trainer.batch",
     "trainer.accumulate",
-    "trainer.ema",
     "trainer.seed",
     "rollout.texts",
     "regime.temperature",

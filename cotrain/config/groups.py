@@ -345,11 +345,8 @@ class Joint(Settings):
 class Optimizer(Settings):
     """Settings of the optimiser and its trapezoidal schedule. warmup and decay are fractions of the training."""
 
-    presets = {"adamw": {}, "muon": {"kind": "muon"}}
+    presets = {"adamw": {}}
 
-    kind: Annotated[str, one_of("adamw", "muon")] = "adamw"
-    """adamw, or muon: Muon (Jordan 2024) for the matrices of layers, AdamW for the rest; not with
-    trainer.strategy=fsdp2."""
     lr: Fraction = 1.0e-3
     """Learning rate. For a target of 0.5 billion parameters or more the default follows its size (docs/choosing.md)."""
     weight_decay: Least = 0.01
@@ -395,8 +392,6 @@ class Trainer(Settings):
     """Batches per step."""
     clip: Annotated[Least, Mark.TRAINING] = 1.0
     """The largest gradient norm."""
-    ema: Annotated[Decay, Mark.TRAINING] = 0.0
-    """Decay of the moving average of weights that is evaluated and exported; 0: no average."""
     accelerator: Annotated[str, one_of("auto", "gpu"), Mark.FREE] = "auto"
     """auto: a GPU if there is one; gpu: an error if there is none."""
     devices: Size = 1

@@ -17,8 +17,10 @@ REMOVED = {
     "loss.hardest": Removed(1.0, "leave out loss.hardest="),
     "draft.confidence": Removed(None, "leave out draft.confidence=; policy.file= ends rounds early, see cotrain plan"),
     "init.cosine": Removed(0.0, "leave out init.cosine=; the loss alone trains the draft"),  # a run goes on without it
+    "optimizer.kind": Removed("adamw", "leave out optimizer.kind=; AdamW trains the draft"),
     "rollout.on_draft": Removed(0.0, "leave out rollout.on_draft=; the target samples all texts"),
     "rollout.rounds": Removed(1, "leave out rollout.rounds=; all texts are sampled before the training"),
+    "trainer.ema": Removed(0.0, "leave out trainer.ema=; the rate falls to the end of a training"),
     "trainer.top": Removed(0, "leave out trainer.top=; hidden states are stored"),
 }
 

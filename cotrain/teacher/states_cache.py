@@ -20,10 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from cotrain.data.fingerprints import differences
+from cotrain.data.texts import columns_of
 from cotrain.losses.guess import sent
-from cotrain.teacher.target_model import Reader, Record
+from cotrain.teacher.target_model import ENCODER, Reader, Record
 from inference.drafts.atomic import write_atomic
 from inference.models.passes import LAST
 
@@ -95,6 +98,15 @@ class MemoryCache:
         if progress:
             progress(len(ids), len(ids))
 
+    def add(self, kept: dict[tuple[int, ...], Record], ids: Tensor, keys: Tensor, length: Tensor) -> None:
+        """Store the states of texts that were read before, and remove them from `kept`. kept: states (T, D) by layer,
+        keyed by a text's ids. ids (N, T): token ids. keys (N,): the number of each text. length (N,): the number of
+        tokens of each text."""
+        for name, row, size in zip(self._names(ids, keys, None), ids, length, strict=True):
+            if record := kept.pop((*row[: int(size)].tolist(),), None):
+                rest = columns_of(len(row), size.view(1)) - int(size)
+                self._keep(name, {layer: pad(states, (0, 0, 0, rest)) for layer, states in record.items()})
+
     def __call__(
         self,
         ids: Tensor,
@@ -103,8 +115,8 @@ class MemoryCache:
         source: Tensor | None = None,
         length: Tensor | None = None,
     ) -> Record:
-        """Return the states of texts, (B, T, D) each, keyed by layer. They are read from the target if not all texts of
-        the batch are stored.
+        """Return the states of texts, (B, T, D) each, keyed by layer; without the columns that are padding in every
+        text, if all are stored. They are read from the target if not all texts of the batch are stored.
 
         ids (B, T): token ids. keys (B,): the number of each text, which must stand for the same ids and the same
         encoder input in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target
@@ -136,18 +148,23 @@ class MemoryCache:
             early, clock = self.early.pop((*names,), None), time.perf_counter()
             record = early.result() if early else self.read(ids, position_ids, source, length)
             self.waited += time.perf_counter() - clock if early else 0.0
-            self._store(names, record)
+            self._store(names, record, length)
             return record
         return stacked([self.records[name] for name in names], ids.device)
 
-    def _store(self, names: list[tuple[int, Width]], record: Record) -> None:
+    def _store(self, names: list[tuple[int, Width]], record: Record, length: Tensor | None) -> None:
+        """Store the states of each text, without columns that are padding. length (B,): tokens of each, or None."""
         if not self.room:
             return
         on_cpu = {part: values.cpu() for part, values in record.items()}
-        for name, row in zip(names, rows_of(on_cpu), strict=True):
-            if name not in self.records and nbytes(row) <= self.room:
-                self.records[name] = {part: values.clone() for part, values in row.items()}
-                self.room -= nbytes(row)
+        for place, (name, row) in enumerate(zip(names, rows_of(on_cpu), strict=True)):
+            end = columns_of(len(row[LAST]), None if length is None else length[place : place + 1])
+            self._keep(name, {part: values if part == ENCODER else values[:end] for part, values in row.items()})
+
+    def _keep(self, name: tuple[int, Width], record: Record) -> None:
+        if name not in self.records and nbytes(record) <= self.room:
+            self.records[name] = {part: values.clone() for part, values in record.items()}
+            self.room -= nbytes(record)
 
 
 def rows_of(record: Record) -> list[Record]:
@@ -158,8 +175,8 @@ def rows_of(record: Record) -> list[Record]:
 
 def stacked(records: Sequence[Record], device: torch.device) -> Record:
     """Return B records of one text each, states (T, D) by layer, as one record, states (B, T, D) by layer, on a device.
-    This is the inverse of `rows_of`."""
-    return {part: sent(torch.stack([row[part] for row in records]), device) for part in records[0]}
+    This is the inverse of `rows_of`. Texts with fewer states get zeros."""
+    return {part: sent(pad_sequence([row[part] for row in records], True), device) for part in records[0]}
 
 
 def nbytes(record: Record) -> int:

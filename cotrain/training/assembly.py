@@ -166,7 +166,7 @@ def trained_by(
         student,
         job.target,
         stages(cfg.loss),
-        partial(optim.OPTIMIZERS[rate.kind], lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
+        partial(optim.adamw, lr=rate.lr, weight_decay=rate.weight_decay, betas=rate.betas),
         partial(optim.trapezoid, progress=progress, warmup=rate.warmup, decay=rate.decay),
         judged,
         cfg.regime.temperature,

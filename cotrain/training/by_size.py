@@ -77,7 +77,7 @@ def follow_target(
         values |= _draft_values(cfg, target)
         whole_layers = "vocabulary" in type(cfg.draft).model_fields
         own_width = cfg.init.kind == "scratch" and cfg.draft.width is not None
-        if cfg.optimizer.kind == "adamw" and whole_layers and not own_width:
+        if whole_layers and not own_width:
             values["optimizer.lr"] = row.lr  # small layers, heads and low-rank changes learn at the default
         values["trainer.batch"] = row.batch * _processes(cfg.trainer)
     if isinstance(cfg, TrainConfig | RolloutConfig):

@@ -4,7 +4,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 from transformers import PreTrainedModel
 
 from cotrain.board import tags
@@ -125,118 +123,37 @@ class MeasureSpeed(Callback):
         return max(self.checkpoints, key=lambda one: one.tau)
 
 
-# --- averaged or quantised weights, used while the draft is evaluated or measured
+# --- quantised weights, used while the draft is evaluated or measured
 
 
-class SwapWeights(Callback):
-    """Base class of callbacks that put other weights into the draft, such as averaged or quantised ones. `show` puts
-    them in, and `hide` restores the draft's own weights bit for bit.
+class QuantisationAware(Callback):
+    """Callback that quantises the draft's projections, except the head, in every pass: the draft trains with the
+    weights with which it is served. kind: "int8" or "nf4".
 
-    A second call of either has no effect. If a run ends between `show` and `hide`, the other weights are exported.
+    Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
+    evaluated, measured and saved with quantised weights. `show` puts them in, and `hide` restores the draft's own
+    weights bit for bit; a second call of either has no effect. If a run ends between `show` and `hide`, the quantised
+    weights are exported.
     """
 
     own: dict[str, Tensor] | None = None  # the draft's weights between `show` and `hide`
 
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Return the weights to put into `module`, the draft, by parameter name. Parameters without an entry stay
-        unchanged."""
-        raise NotImplementedError
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     @torch.no_grad()
     def show(self, module: Any) -> None:
-        """Put the other weights into `module.draft`, in place."""
+        """Put quantised weights into `module.draft`, in place."""
         if self.own is None:
-            weights, parameters = self.weights(module.draft), dict(module.draft.named_parameters())
-            self.own = {name: parameters[name].detach().clone() for name in weights}
-            _copy(weights, module.draft)
+            own = {f"{name}.weight": weight for name, weight in draft_projections(module.draft).items()}
+            self.own = {name: weight.detach().clone() for name, weight in own.items()}
+            _copy({name: quantised(weight, self.kind) for name, weight in own.items()}, module.draft)
 
     def hide(self, module: Any) -> None:
         """Restore the own weights of `module.draft`, in place."""
         if self.own is not None:
             _copy(self.own, module.draft)
             self.own = None
-
-
-@torch.no_grad()
-def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
-    parameters = dict(module.named_parameters())
-    for name, weight in weights.items():
-        parameters[name].copy_(weight)
-
-
-@contextmanager
-def showing(swaps: Sequence[SwapWeights], module: Any) -> Iterator[None]:
-    """Put the weights of all `swaps` into `module.draft` until the block ends; then restore its own weights."""
-    with ExitStack() as shown:
-        for one in swaps:
-            one.show(module)
-            shown.callback(one.hide, module)
-        yield
-
-
-class Averaged(SwapWeights):
-    """Callback that computes an exponential moving average of the draft's weights. The average is evaluated, measured,
-    saved and exported. Training continues from the weights that are not averaged.
-
-    It must come after the callbacks that measure, because it restores the draft's own weights at the end of a
-    validation.
-
-    decay: the weight of the old average in the new one. At step t it is at most (1 + t) / (10 + t), so that the initial
-    weights do not dominate the average of a short run.
-    """
-
-    def __init__(self, decay: float) -> None:
-        self.decay, self.average = decay, list[Tensor]()
-        self.step = 0
-
-    def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        names = (name for name, _ in module.named_parameters())
-        return dict(zip(names, self.average, strict=True))
-
-    def on_fit_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        weights = list(module.draft.parameters())
-        average = self.average or [weight.detach().clone() for weight in weights]
-        self.average = [one.to(weight) for one, weight in zip(average, weights, strict=True)]
-        self.own = None
-
-    def on_train_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        self.step = trainer.global_step  # a resumed run has its step only from here on
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step > self.step:  # with accumulation, not every batch ends a step
-            self.step = trainer.global_step
-            update = get_ema_multi_avg_fn(min(self.decay, (1 + self.step) / (10 + self.step)))
-            update(self.average, [weight.detach() for weight in module.draft.parameters()], torch.tensor(1))
-
-    def on_validation_start(self, trainer: lightning.Trainer, module: Any) -> None:
-        if self.average:
-            self.show(module)
-
-    def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:
-            self.hide(module)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"average": self.average}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.average = state_dict["average"]
-
-
-class QuantisationAware(SwapWeights):
-    """Callback that quantises the draft's projections, except the head, in every pass: the draft trains with the
-    weights with which it is served. kind: "int8" or "nf4".
-
-    Gradients update the float weights (straight-through estimator, Bengio et al. 2013, 1308.3432). The draft is also
-    evaluated, measured and saved with quantised weights.
-    """
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    @torch.no_grad()
-    def weights(self, module: Any) -> dict[str, Tensor]:
-        return {f"{name}.weight": quantised(weight, self.kind) for name, weight in draft_projections(module).items()}
 
     def on_train_batch_start(self, trainer: lightning.Trainer, module: Any, *_: Any) -> None:
         self.show(module)
@@ -249,6 +166,26 @@ class QuantisationAware(SwapWeights):
 
     def on_validation_end(self, trainer: lightning.Trainer, module: Any) -> None:
         self.hide(module)
+
+
+@torch.no_grad()
+def _copy(weights: Mapping[str, Tensor], module: nn.Module) -> None:
+    parameters = dict(module.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
+
+
+@contextmanager
+def showing(rounded: Sequence[QuantisationAware], module: Any) -> Iterator[None]:
+    """Put the weights of all of `rounded`, at most one, into `module.draft` until the block ends; then restore its own
+    weights."""
+    for one in rounded:
+        one.show(module)
+    try:
+        yield
+    finally:
+        for one in rounded:
+            one.hide(module)
 
 
 # --- curves
@@ -362,8 +299,8 @@ class HeldOutPoints(Callback):
     A point between validations is skipped if such points would take more than the share MOST_TIME of the seconds of
     training so far, which do not include the points.
 
-    part: the texts. clock: counts the seconds of training, and is paused for a point. swaps: callbacks whose weights
-    (averaged or quantised) the draft has at a point. k, objective, verify: the draft length, the way of drafting
+    part: the texts. clock: counts the seconds of training, and is paused for a point. rounded: callbacks whose
+    quantised weights the draft has at a point. k, objective, verify: the draft length, the way of drafting
     ("sampled" or "greedy") and the verification rule for the predicted tau.
     """
 
@@ -371,12 +308,12 @@ class HeldOutPoints(Callback):
         self,
         part: HeldOut,
         clock: Clock,
-        swaps: list[SwapWeights],
+        rounded: list[QuantisationAware],
         k: int,
         objective: str = "sampled",
         verify: str = "token",
     ) -> None:
-        self.part, self.clock, self.swaps = part, clock, swaps
+        self.part, self.clock, self.rounded = part, clock, rounded
         self.served = k, objective, verify
         self.shares, self.at = 0, -1
         self.count, self.seconds, self.last = 0, 0.0, 0.0  # points so far, their seconds, seconds of the last
@@ -424,7 +361,7 @@ class HeldOutPoints(Callback):
     def _as_validated(self, module: Any) -> Iterator[None]:
         """Give the draft the weights and the mode (eval) of a validation until the block ends."""
         training = module.draft.training
-        with showing(self.swaps, module):
+        with showing(self.rounded, module):
             module.draft.eval()
             yield
             module.draft.train(training)

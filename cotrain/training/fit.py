@@ -23,13 +23,11 @@ from cotrain.ranks import rank
 from cotrain.teacher.states_cache import DiskCache
 from cotrain.training.assembly import parts
 from cotrain.training.callbacks import (
-    Averaged,
     HeldOutPoints,
     Learning,
     MeasureSpeed,
     QuantisationAware,
     StandingWeights,
-    SwapWeights,
     part_of,
     showing,
 )
@@ -73,14 +71,13 @@ def _train(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
     assert progress is not None
     saved: dict[str, Any] = read_saved(last) if last.exists() else {"global_step": 0}
     done = saved["global_step"]
-    averaged = [Averaged(cfg.ema)] if cfg.ema else []
-    if _ended(saved, job, module, progress, speed, averaged):
+    if _ended(saved, job, module, progress, speed):
         return done
     if 0 < done < cfg.steps and not rank():
         print(f"the training goes on from step {done} of {cfg.steps}, which is saved in {last}")
     clock, rounded = Clock(progress, cfg.validations), _rounded(job)
-    points = _points(job, module, clock, [*averaged, *rounded])
-    callbacks = [*averaged, *rounded, clock, Learning(progress), StandingWeights(), points]
+    points = _points(job, module, clock, rounded)
+    callbacks = [*rounded, clock, Learning(progress), StandingWeights(), points]
     every = max(cfg.steps // max(cfg.validations, 1), 1)  # steps between validations
     trainer = _trainer(job, [speed, *callbacks] if speed else callbacks, every, progress, done)
     del saved  # frees memory: the trainer reads the file again
@@ -106,8 +103,6 @@ def _train(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
     job.signals.check(f"interrupted at step {trainer.global_step}, which is saved; the same command resumes")
     if not rank():
         print(points.line(), *module.teacher.lines(), sep="\n")
-    for average in averaged:
-        average.show(module)
     if not time_limited(job.cfg) and trainer.global_step % every:  # no validation at the last step
         trainer.validate(module, VALIDATION, verbose=False)
     module.assemble()
@@ -131,11 +126,9 @@ def _ended(
     module: Distillation,
     progress: Progress,
     speed: MeasureSpeed | None,
-    averaged: list[Averaged],
 ) -> bool:
     """Return whether patience or a time limit had already ended the training when `saved`, its checkpoint, was written.
-    The state of `progress` and `speed` is restored from it. If the training had ended, the module's weights (or their
-    average) are too."""
+    The state of `progress` and `speed` is restored from it. If the training had ended, the module's weights are too."""
     states, ended = saved.get("callbacks", {}), False
     if time_limited(job.cfg) and Clock.__name__ in states:
         progress.resume(states[Clock.__name__])
@@ -146,18 +139,15 @@ def _ended(
     if ended:
         module.load_state_dict(saved["state_dict"])
         module.to(job.target.device).eval()
-        for average in averaged:
-            average.load_state_dict(states[average.state_key])
-            average.show(module)
     return ended
 
 
-def _points(job: Job, module: Distillation, clock: Clock, swaps: list[SwapWeights]) -> HeldOutPoints:
+def _points(job: Job, module: Distillation, clock: Clock, rounded: list[QuantisationAware]) -> HeldOutPoints:
     cfg = job.cfg
     assert cfg.policy.k is not None
     tokens = cfg.trainer.steps * cfg.trainer.accumulate * cfg.trainer.batch * cfg.rollout.new_tokens
     part = part_of(module.held_out[module.temperature], tokens)
-    return HeldOutPoints(part, clock, swaps, cfg.policy.k, objective(cfg.objective), cfg.verify)
+    return HeldOutPoints(part, clock, rounded, cfg.policy.k, objective(cfg.objective), cfg.verify)
 
 
 def _trainer(job: Job, extra: list[Callback], every: int, progress: Progress, done: int) -> lightning.Trainer:
@@ -203,22 +193,26 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:
-    """Let the target read all texts before training, so that its states are cached. Nothing is done if training reads
-    fewer texts than there are."""
-    trainer = job.cfg.trainer
+    """Cache the target's states: those of the passes that sampled the texts, if they were kept, and those that the
+    target reads now, before training. It reads nothing if training reads fewer texts than there are."""
+    trainer, order = job.cfg.trainer, sampled.length.argsort(descending=True, stable=True)  # so that little is padding
+    ids, keys, length = sampled.ids[order].long(), len(corpus) + order, sampled.length[order]
+    if job.kept:
+        module.teacher.add(job.kept.records, ids, keys, length)
+        job.kept = None
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
-    read, order = module.teacher.read, sampled.length.argsort(descending=True, stable=True)  # so that little is padding
+    read = module.teacher.read
     if isinstance(read, DiskCache):
         states = job.target.config.get_text_config().hidden_size * job.target.dtype.itemsize  # bytes of a layer
         print(read.estimate(len(sampled), sampled.ids.shape[1] * (1 + len(job.reads)) * states))
     with Display("the target reads the texts", len(sampled), "texts", hidden=bool(rank())) as display:
         module.teacher.fill(
-            sampled.ids[order].long(),
-            len(corpus) + order,
+            ids,
+            keys,
             progress=lambda done, _: display.to(done),
             source=None if sampled.source is None else sampled.source[order],
-            length=sampled.length[order],
+            length=length,
         )
 
 

@@ -26,6 +26,7 @@ from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.errors import UserError
+from cotrain.rollout.kept_states import KeptStates
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import SamePrompts, Sampled, logged, start_of
@@ -43,6 +44,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_weights
 from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
+from inference.policy import Fixed
 from inference.request import ends_of
 from inference.servers.openai_client import Client
 
@@ -58,6 +60,7 @@ class Job:
     texts_given: split -> the user's own texts, as far as they have been built (`given`).
     loggers: all except TensorBoard's.
     reads: the layers whose states the student reads from the target, besides LAST.
+    kept: states of the passes that sample texts, see `keep_states`; None to read all texts again.
     rounds: draft length -> timed decoding rounds, shared by the measurements of all checkpoints.
     sampled_prompts: the prompts that the target sampled for data=self, one JSON row per line; None for other prompts.
     train_texts: the training texts, if another target sampled them. This target's held-out texts then continue the
@@ -74,6 +77,7 @@ class Job:
     signals: Signals = field(default_factory=Signals)
     loggers: list[Logger] = field(default_factory=list)  # besides that of TensorBoard
     reads: tuple[int, ...] = ()
+    kept: KeptStates | None = None
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     deadline: Deadline = field(default_factory=Deadline)
     sampled_prompts: str | None = None
@@ -113,12 +117,25 @@ class Job:
     def sampled(self) -> Sampled:
         """Return the texts that the target samples. Those that are not on disk are sampled when they are first used."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
+        sampled = sampled_texts(self.cfg, self.target, self.tokenizer, folder)
+        if self.kept and sampled.by is None:
+            parts = self.target, self.kept
+            own = partial(Engine, *parts, policy=Fixed(0), tokenizer=self.tokenizer, rows=sampled.rows)
+            sampled = replace(sampled, by=lambda: Own(own()))
         return replace(
-            sampled_texts(self.cfg, self.target, self.tokenizer, folder),
+            sampled,
             identity=self.identity,
             minutes=self.cfg.minutes,
             seconds=self.deadline.sampling(self.cfg),
         )
+
+    def keep_states(self) -> None:
+        """Keep the target's states of the passes that sample texts, so that it need not read the texts again. They
+        differ from those of later passes by rounding. So this is only for runs with minutes=, which give other weights
+        each time, and it is not for states that are stored on disk."""
+        cfg, elsewhere = self.cfg, self.cfg.trainer.cache or self.train_texts or self.target.config.is_encoder_decoder
+        if cfg.minutes and cfg.trainer.remember_mb and not elsewhere:
+            self.kept = KeptStates((LAST, *self.reads), cfg.trainer.remember_mb * 2**20)
 
     def source(self, split: str) -> Source:
         """Return the prompts or documents of a split ("train", "held_out" or "final"). Training and held-out ones are

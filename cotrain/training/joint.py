@@ -180,7 +180,6 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
     for key, wrong, instead in (
         ("regime.temperature=0", cfg.regime.temperature == 0, "a one-hot distribution has no gradient: use regime=t1"),
         ("trainer.strategy=fsdp2", cfg.trainer.strategy == "fsdp2", "use trainer.strategy=ddp"),
-        ("optimizer=muon", cfg.optimizer.kind == "muon", "use optimizer=adamw"),
         ("rollout.url", cfg.rollout.url, "a server samples only from the original target: set rollout.url=null"),
         (
             "data.on_target=true",
@@ -247,7 +246,7 @@ def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     second = copy.deepcopy(cfg)
     second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
     second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
-    second.trainer.ema, second.trainer.corpus_steps = 0.0, 0
+    second.trainer.corpus_steps = 0
     second.draft.quantisation, second.trainer.minutes, second.trainer.cache = "none", None, None
     second.loss = _last_loss(cfg)
     if cfg.joint.warm_steps:

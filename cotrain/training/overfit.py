@@ -81,7 +81,7 @@ def _settings(cfg: TrainConfig) -> TrainConfig:
     trainer.steps, trainer.validations, trainer.corpus_steps, trainer.minutes = STEPS, STEPS // EVERY, 0, None
     trainer.batch, trainer.accumulate, trainer.devices, trainer.nodes = 2, 1, 1, 1
     cfg.optimizer.warmup, cfg.optimizer.decay = 0.05, 0.9  # at a constant rate, rounding of Adam's steps stays
-    trainer.strategy, trainer.ema, trainer.cache = "auto", 0.0, None
+    trainer.strategy, trainer.cache = "auto", None
     return cfg
 
 

@@ -225,7 +225,7 @@ def _settings(cfg: TrainConfig) -> None:
 
 def refuse_training(cfg: TrainConfig) -> None:
     """Raise ValueError, which names the keys, for wrong training settings: numbers out of range, a batch that the
-    processes cannot share equally, or more than one of quantised, averaged and sharded weights."""
+    processes cannot share equally, or both quantised and sharded weights."""
     trainer, kind = cfg.trainer, cfg.draft.quantisation
     world = trainer.devices * trainer.nodes
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
@@ -235,16 +235,8 @@ def refuse_training(cfg: TrainConfig) -> None:
             f"trainer.batch: {trainer.batch} texts cannot be divided equally among {world} devices: set a multiple of "
             f"{world}"
         )
-    if cfg.optimizer.kind == "muon" and trainer.strategy == SHARDED:
-        raise ValueError("optimizer=muon: it needs whole matrices; set optimizer=adamw, or trainer.strategy=ddp")
-    replaced = {
-        "draft.quantisation": kind != "none",
-        "trainer.ema": trainer.ema > 0,
-        "trainer.strategy": trainer.strategy == SHARDED,
-    }
-    keys = [key for key, used in replaced.items() if used]
-    if len(keys) > 1:
-        raise ValueError(f"{', '.join(keys)}: use only one: quantised, averaged or sharded (fsdp2) weights")
+    if kind != "none" and trainer.strategy == SHARDED:
+        raise ValueError("draft.quantisation, trainer.strategy: use only one: quantised or sharded (fsdp2) weights")
 
 
 def refuse_fractions(warmup: float, decay: float, steps: int) -> None:

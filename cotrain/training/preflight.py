@@ -173,7 +173,7 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     distributions = (
         min(tokens, chunk_positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
     )  # those of a chunk, forward and backward
-    trained = small * (TRAINED_BYTES + 4.0 * bool(cfg.trainer.ema))
+    trained = TRAINED_BYTES * float(small)
     weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
     if cfg.teacher.urls:  # the layers, and what samples, are elsewhere

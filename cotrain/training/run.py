@@ -85,6 +85,7 @@ def train(
         if not cfg.draft.trained:
             return untrained(job, student.network)
         job.reads = student.reads
+        job.keep_states()
         student.refuse()
         refuse_packed(job, student)
         held_out = held_out_texts(job)  # `fit` samples the texts to learn from

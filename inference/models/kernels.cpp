@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
@@ -20,6 +21,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -262,6 +264,252 @@ void each_of(float* x, int64_t n, const F& f) {
   std::memcpy(x + i, &some, (n - i) * sizeof(float));
 }
 
+constexpr double NEAR = 1e-4;  // relative error of a sum in float32 over a vocabulary, at most
+constexpr int64_t PART = 32 * W;
+constexpr float FAR = 40;  // a nucleus with tokens so far below the likeliest ends by a sort
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// W numbers of n; -inf in the place of those that are missing
+inline Floats some_of(const float* from, int64_t n) {
+  if (n >= W) return load(from);
+  Floats some = Floats{} + NONE;
+  std::memcpy(&some, from, n * sizeof(float));
+  return some;
+}
+
+// The largest of n numbers; NaN does not count
+float largest(const float* x, int64_t n) {
+  Floats most = Floats{} + NONE;
+  for (int64_t i = 0; i < n; i += W) {
+    const Floats some = some_of(x + i, n - i);
+    most = some > most ? some : most;
+  }
+  float result = most[0];
+  for (int w = 1; w < W; w++) result = std::max(result, most[w]);
+  return result;
+}
+
+// to = logits (n,) in which the tail is -inf: the least likely tokens whose mass is at most the share `tail` of all.
+// Returns false, with nothing in `to`, where equal logits or rounding decide.
+bool cut_tail(const float* logits, float* to, int64_t n, double tail) {
+  std::vector<float> tops, likely;  // the largest of each part; logits
+  float most = NONE;
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    tops.push_back(largest(logits + begin, std::min(PART, n - begin)));
+    most = std::max(most, tops.back());
+  }
+  double whole = 0;
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    Floats sums = {};
+    for (int64_t i = begin; i < std::min(n, begin + PART); i += W) sums += exp(some_of(logits + i, n - i) - most);
+    whole += total(sums);
+  }
+  if (!(whole > 0)) return false;  // there is no distribution
+  const double least_mass = tail * whole;
+  for (float below = 3; below < FAR; below += 3) {
+    likely.clear();
+    for (int64_t p = 0; p < static_cast<int64_t>(tops.size()); p++)
+      for (int64_t i = p * PART; tops[p] > most - below && i < std::min(n, (p + 1) * PART); i++)
+        if (logits[i] > most - below) likely.push_back(logits[i]);
+    std::sort(likely.begin(), likely.end(), std::greater<float>());
+    double rest = whole;  // the mass of the next token and of all that are less likely
+    size_t kept = 0;
+    for (; kept < likely.size() && rest > least_mass; kept++) {
+      const double left = rest - std::exp(static_cast<double>(likely[kept] - most));
+      if (left <= least_mass && std::min(rest - least_mass, least_mass - left) <= NEAR * least_mass) return false;
+      rest = left;
+    }
+    if (rest > least_mass) continue;  // the nucleus has less likely tokens too
+    const float least = likely[kept - 1];
+    if (kept < likely.size() && likely[kept] == least) return false;
+    for (int64_t i = 0; i < n; i++) to[i] = logits[i] >= least ? logits[i] : NONE;
+    return true;
+  }
+  return false;
+}
+
+// Logits (R, V) in which the tail is -inf, as `distributions.keep_top_p` has it. tails (R,), double: the mass of each tail
+// at most; 0 keeps all.
+at::Tensor without_tail(const at::Tensor& given, const at::Tensor& tails_) {
+  const auto logits = given.contiguous(), tails = tails_.contiguous();
+  const int64_t R = logits.size(0), V = logits.size(1);
+  auto result = at::empty_like(logits);
+  const float* from = numbers(logits);
+  float* to = result.mutable_data_ptr<float>();
+  const double* tail = tails.const_data_ptr<double>();
+  std::vector<char> known(R);
+  at::parallel_for(0, R, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) known[r] = tail[r] > 0 && cut_tail(from + r * V, to + r * V, V, tail[r]);
+  });
+  for (int64_t r = 0; r < R; r++) {
+    if (known[r]) continue;
+    auto row = logits[r];
+    if (tail[r] > 0) {
+      const auto [ascending, order] = row.sort(-1);
+      auto gone = ascending.softmax(-1).cumsum(-1).le(static_cast<float>(tail[r]));
+      gone[V - 1] = false;
+      row = row.masked_fill(at::zeros_like(gone).scatter(-1, order, gone), NONE);
+    }
+    result[r].copy_(row);
+  }
+  return result;
+}
+
+// p = the distribution of logits (n,) at a temperature, one-hot for 0, without the tail. Returns false, with no meaning in
+// p, if there is none, or where `cut_tail` does not decide.
+bool distribution(const float* logits, float* p, int64_t n, float temperature, double tail) {
+  const float most = largest(logits, n), divisor = temperature == 0 ? 1 : temperature, top = most / divisor;
+  if (!std::isfinite(most)) return false;
+  if (divisor == 1)
+    std::copy_n(logits, n, p);
+  else
+    for (int64_t i = 0; i < n; i++) p[i] = logits[i] / divisor;
+  if (tail > 0 && temperature > 0 && !cut_tail(p, p, n, tail)) return false;
+  double whole = 0;
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    Floats sums = {};
+    for (int64_t i = begin; i < std::min(n, begin + PART); i += W) {
+      const Floats some = exp(some_of(p + i, n - i) - top);
+      sums += some;
+      if (i + W <= n)
+        std::memcpy(p + i, &some, sizeof some);
+      else
+        std::memcpy(p + i, &some, (n - i) * sizeof(float));
+    }
+    whole += total(sums);
+  }
+  if (std::isnan(whole)) return false;
+  if (temperature == 0) {
+    std::fill(p, p + n, 0.f);
+    p[std::find(logits, logits + n, most) - logits] = 1;
+    return true;
+  }
+  const float share = static_cast<float>(1 / whole);
+  for (int64_t i = 0; i < n; i++) p[i] *= share;
+  return true;
+}
+
+// The first of n tokens whose cumulative mass is above u times the whole, or else the last with mass.
+int64_t drawn(const float* mass, int64_t n, double u) {
+  std::vector<double> sums;
+  double whole = 0;
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    const int64_t end = std::min(n, begin + PART);
+    double four[4] = {};  // one sum would wait for itself
+    int64_t i = begin;
+    for (; i + 4 <= end; i += 4)
+      for (int j = 0; j < 4; j++) four[j] += mass[i + j];
+    for (; i < end; i++) four[0] += mass[i];
+    sums.push_back(four[0] + four[1] + four[2] + four[3]);
+    whole += sums.back();
+  }
+  double below = std::min(u * whole, whole * (1 - 0x1p-53));
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    const double part = sums[begin / PART];
+    int64_t last = -1;
+    double sum = 0;
+    for (int64_t i = begin; part > below && i < std::min(n, begin + PART); i++) {
+      if (!(mass[i] > 0)) continue;
+      sum += mass[last = i];
+      if (sum > below) return i;
+    }
+    if (last >= 0) return last;
+    below -= part;
+  }
+  for (n--; n > 0 && !(mass[n] > 0); n--) {
+  }
+  return n;
+}
+
+// rest = max(weight p - q, 0) of n tokens, or nothing if rest is null. Returns its sum.
+double excess(const float* p, const float* q, float weight, float* rest, int64_t n) {
+  double whole = 0;
+  for (int64_t begin = 0; begin < n; begin += PART) {
+    const int64_t end = std::min(n, begin + PART);
+    Floats sums = {};
+    int64_t i = begin;
+    for (; i + W <= end; i += W) {
+      Floats more = weight * load(p + i) - load(q + i);
+      more = more > 0.f ? more : Floats{};
+      sums += more;
+      if (rest) std::memcpy(rest + i, &more, sizeof more);
+    }
+    for (; i < end; i++) {
+      const float more = std::max(weight * p[i] - q[i], 0.f);
+      whole += more;
+      if (rest) rest[i] = more;
+    }
+    whole += total(sums);
+  }
+  return whole;
+}
+
+// The table of a round (`verification.RoundResult`) whose distributions depend on a temperature and top-p alone, by the
+// rules of `verify/chain.py`; empty if some distribution is missing or `cut_tail` does not decide.
+// logits (A, K + 1, V). q (A, K, V). x (A, K): drafts. k (A,): how many each row has. temperature, tails (A,).
+// u (A, K or more), next (A,): uniforms for the tests, and for the token after them. block: whether the rule is `block`.
+at::Tensor verified(
+    const at::Tensor& logits_, const at::Tensor& q_, const at::Tensor& x_, const at::Tensor& k_, const at::Tensor& temperature_,
+    const at::Tensor& tails_, const at::Tensor& u_, const at::Tensor& next_, bool block) {
+  const auto logits = logits_.contiguous(), q = q_.contiguous(), x = x_.contiguous(), ks = k_.contiguous();
+  const auto temperature = temperature_.contiguous(), tails = tails_.contiguous(), u = u_.contiguous(), next = next_.contiguous();
+  const int64_t A = logits.size(0), K = x.size(1), V = logits.size(2), columns = 6 + K;
+  auto p = at::empty_like(logits);
+  std::vector<char> known(A * (K + 1));
+  float* of = p.mutable_data_ptr<float>();
+  const float* given = numbers(logits);
+  const double *temperatures = temperature.const_data_ptr<double>(), *tail = tails.const_data_ptr<double>();
+  const auto* drafts = K ? x.const_data_ptr<int64_t>() : nullptr;
+  const auto* lengths = ks.const_data_ptr<int64_t>();
+  at::parallel_for(0, A * (K + 1), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t one = begin; one < end; one++) {
+      const int64_t a = one / (K + 1);
+      known[one] = one % (K + 1) > lengths[a] ||
+                   distribution(given + one * V, of + one * V, V, static_cast<float>(temperatures[a]), tail[a]);
+    }
+  });
+  for (int64_t a = 0; a < A; a++)
+    for (int64_t i = 0; i < lengths[a]; i++) known[a * (K + 1)] &= !std::isnan(numbers(q)[(a * K + i) * V]);
+  if (!std::all_of(known.begin(), known.end(), [](char one) { return one; })) return at::empty({0}, x.options());
+  auto table = at::empty({A, columns}, x.options());
+  auto* to = table.mutable_data_ptr<int64_t>();
+  const double *tests = u.const_data_ptr<double>(), *last = next.const_data_ptr<double>();
+  at::parallel_for(0, A, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t a = begin; a < end; a++) {
+      const int64_t k = lengths[a];
+      float* row = of + a * (K + 1) * V;
+      const float* its_q = K ? numbers(q) + a * K * V : nullptr;
+      std::vector<float> w{1.f};
+      int64_t n = 0;
+      bool passes = true;  // whether all drafts so far did, under the rule `token`
+      for (int64_t i = 1; i <= k; i++) {
+        const int64_t token = drafts[a * K + i - 1];
+        const float mass = row[(i - 1) * V + token], ratio = mass > 0 ? mass / its_q[(i - 1) * V + token] : 0.f;
+        w.push_back(w.back() > 0 ? std::min(w.back() * ratio, 1.f) : 0.f);
+        float share = ratio;
+        if (block && i < k) {
+          const auto more = static_cast<float>(excess(row + i * V, its_q + i * V, w[i], nullptr, V));
+          share = more == 0 && w[i] == 1 ? 1.f : more / (more + (1 - w[i]));
+        } else if (block) {
+          share = w[i];
+        }
+        passes = passes && tests[a * u.size(1) + i - 1] < share;
+        if (block ? tests[a * u.size(1) + i - 1] < share : passes) n = i;
+      }
+      float* mass = row + n * V;
+      if (n < k) {
+        auto rest = std::vector<float>(V);
+        if (excess(mass, its_q + n * V, block ? w[n] : 1.f, rest.data(), V) > 0) std::copy(rest.begin(), rest.end(), mass);
+      }
+      int64_t* line = to + a * columns;
+      const int64_t found[6] = {n, drawn(mass, V, last[a]), k, 0, 0, n < k};
+      std::copy_n(found, 6, line);
+      std::copy_n(drafts + a * K, K, line + 6);
+    }
+  });
+  return table;
+}
+
 constexpr int MOST = 4;  // queries that share a read of keys and values
 
 // What a query reads. q (size,). visible (read,): added to the scores, or nothing. p: room for the scores, `read` rounded
@@ -320,7 +568,7 @@ void attend(const Query* of, const float* keys, const float* values, int64_t rea
     const float* visible = of[m].visible;
     for (int64_t l = 0; l < read; l++) p[l] = p[l] * scale + (visible ? visible[l] : 0);
     const int64_t whole = (read + W - 1) / W * W;
-    std::fill(p + read, p + whole, -std::numeric_limits<float>::infinity());
+    std::fill(p + read, p + whole, NONE);
     Floats largest = load(p), sums = {};
     for (int64_t l = W; l < whole; l += W) largest = load(p + l) > largest ? load(p + l) : largest;
     float most = largest[0];
@@ -472,13 +720,14 @@ std::vector<at::Tensor> layers(
 // their distributions (A, K, outputs) over the tokens of its head. The first pass reads the pairs of ids (A, n) and
 // features (A, n, width) from position pairs[a] on; the first draft follows its column only[a].
 // cos, sin (slots, 1, size): of all positions. head: packed. known (outputs,): the ids of the head's tokens, or empty.
-// u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions.
+// u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions. tails
+// (A,): those of `without_tail`; empty for none.
 // The other arguments are those of `layers`.
 std::tuple<at::Tensor, at::Tensor> chain(
     const at::Tensor& ids, const at::Tensor& features, const at::Tensor& pairs, const at::Tensor& only, const at::Tensor& embedding,
     const at::Tensor& its_norm, at::TensorList weights, at::TensorList keys, at::TensorList values, const at::Tensor& cos,
     const at::Tensor& sin, const at::Tensor& head, const at::Tensor& known, const at::Tensor& u, const at::Tensor& temperature,
-    int64_t K, int64_t read, int64_t outputs, int64_t heads, int64_t groups, int64_t size, double scale, double eps) {
+    const at::Tensor& tails, int64_t K, int64_t read, int64_t outputs, int64_t heads, int64_t groups, int64_t size, double scale, double eps) {
   const auto slots = at::arange(read, ids.options());
   at::Tensor above, last;  // (A, 1, width): what the next pair reads, and what the head reads
   auto pass = [&](const at::Tensor& x, const at::Tensor& some, const at::Tensor& positions, const at::Tensor& column) {
@@ -499,7 +748,8 @@ std::tuple<at::Tensor, at::Tensor> chain(
     const auto logits = product(last, head, at::empty({0}, last.options()), outputs).squeeze(1);
     at::Tensor probs, token;
     if (temperature.numel()) {  // as `distributions.draw`
-      probs = (logits / temperature.to(logits.scalar_type()).unsqueeze(1)).softmax(-1);
+      const auto scaled = logits / temperature.to(logits.scalar_type()).unsqueeze(1);
+      probs = (tails.numel() ? without_tail(scaled, tails) : scaled).softmax(-1);
       const auto sums = probs.to(at::kDouble).cumsum(-1), total = sums.slice(-1, outputs - 1);
       const auto bound = at::minimum(u.slice(1, depth, depth + 1) * total, total * (1 - 0x1p-53));
       token = at::searchsorted(sums, bound, false, true).clamp_max(outputs - 1).squeeze(1);
@@ -521,6 +771,10 @@ std::tuple<at::Tensor, at::Tensor> chain(
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
+  m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
+  m.def(
+      "verified(Tensor logits, Tensor q, Tensor x, Tensor k, Tensor temperature, Tensor tails, Tensor u, Tensor next, bool block) "
+      "-> Tensor");
   m.def(
       "layers(Tensor x, Tensor beside, Tensor its_norm, Tensor[] weights, Tensor(a!)[] keys, Tensor(b!)[] values, "
       "Tensor cos, Tensor sin, Tensor written, Tensor mask, int read, int low, int heads, int groups, int size, float scale, "
@@ -528,13 +782,15 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def(
       "chain(Tensor ids, Tensor features, Tensor pairs, Tensor only, Tensor embedding, Tensor its_norm, Tensor[] weights, "
       "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor head, Tensor known, Tensor u, "
-      "Tensor temperature, int K, int read, int outputs, int heads, int groups, int size, float scale, float eps) "
+      "Tensor temperature, Tensor tails, int K, int read, int outputs, int heads, int groups, int size, float scale, float eps) "
       "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(inference, CPU, m) {
   m.impl("packed", packed);
   m.impl("product", product);
+  m.impl("without_tail", without_tail);
+  m.impl("verified", verified);
   m.impl("layers", layers);
   m.impl("chain", chain);
 }

@@ -185,13 +185,16 @@ class Round(Protocol):
         Return None if drafts share the noise of the target's tokens; inner rounds must then use that noise too.
         """
 
-    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> "Pure | None":
+    def pure(
+        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
+    ) -> "Pure | None":
         """Return the round as a function of the tensors that it reads, or None if it reads anything else.
 
         depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
         the settings are. simple: whether to return a round that depends only on uniforms and temperatures
         (`step.Tempered`); None is returned if distributions or draws depend on other settings. trees: whether the
-        proposer draws children.
+        proposer draws children. nucleus: whether a simple round may depend on top-p too, as its tensor `tails` (A,),
+        1 - top-p.
         """
 
 
@@ -240,8 +243,10 @@ class RoundView:
     def inner(self, depths: int) -> Tensor | None:
         return self.round.inner(depths)
 
-    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> "Pure | None":
-        return self.round.pure(depths, greedy, simple, trees)
+    def pure(
+        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
+    ) -> "Pure | None":
+        return self.round.pure(depths, greedy, simple, trees, nucleus)
 
 
 class Proposer:

@@ -424,13 +424,15 @@ class EagleDrafting(nn.Module):
         slots, limit = self.slots(given), given["slots"].shape[0]
         own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
         fast = own and self.chains and ids.shape[1] <= SHORT and not round.decides
-        if fast and (simple := round.pure(K, self.greedy, simple=True)):
+        if fast and (simple := round.pure(K, self.greedy, simple=True, nucleus=True)):
             u, temperature, likeliest = simple.tensors["u"], simple.tensors["temperature"], simple.key
+            none = temperature[:0]
             head = self.network.lm_head.product
             drafts, probs = torch.ops.inference.chain(
                 *(ids, features, pairs, only, self.embedding.weight, self.network.midlayer.input_layernorm.weight),
                 *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, self.known, u),
-                *(temperature[:0] if likeliest else temperature, K, limit, head.outputs, *llama.of_shape(self.shape)),
+                *(none if likeliest else temperature, simple.tensors.get("tails", none)),
+                *(K, limit, head.outputs, *llama.of_shape(self.shape)),
             )
             return drafts, self.network.target_probs(probs, self.vocabulary)
         anchor = pairs + only

@@ -295,11 +295,13 @@ class InnerRound(RoundView):
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])
 
-    def pure(self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False) -> Pure | None:
-        """Return the round as a function of its uniforms and temperatures if `simple`, with the uniforms of this inner
-        round. Otherwise return None: a recording cannot read the progress of each row. depths: number of drafts that
-        need uniforms. greedy: whether the small draft drafts the likeliest tokens."""
-        pure = self.round.pure(depths, greedy, simple) if simple else None
+    def pure(
+        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
+    ) -> Pure | None:
+        """Return the round as a function of its uniforms, temperatures and, with `nucleus`, top-p if `simple`, with the
+        uniforms of this inner round. Otherwise return None: a recording cannot read the progress of each row. depths:
+        number of drafts that need uniforms. greedy: whether the small draft drafts the likeliest tokens."""
+        pure = self.round.pure(depths, greedy, simple, nucleus=nucleus) if simple else None
         if pure is None or self.streams is None:
             return None
         return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})

@@ -134,6 +134,8 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
         return _without_tail(logits, tail)
     rows = logits.reshape(-1, logits.shape[-1])
     tails = torch.as_tensor(tail, dtype=torch.float64).expand(*logits.shape[:-1], 1).reshape(-1, 1)
+    if rows.dtype == torch.float32 and hasattr(torch.ops.inference, "without_tail"):  # `packing.has_kernels` loads it
+        return torch.ops.inference.without_tail(rows, tails[:, 0]).view(logits.shape)
     top, ids = rows.topk(TOP, dim=-1)  # (R, TOP), descending
     mass = (rows - top[:, :1]).clamp_(min=-80).exp_()  # exp is slow below, where its results are denormal numbers
     most, whole = mass.gather(-1, ids).double(), mass.sum(-1, keepdim=True, dtype=torch.float64)
@@ -207,13 +209,13 @@ class Regimes:
             nucleus + [0] * (len(sampling) - len(nucleus)),
         ]
         table = torch.tensor(columns, dtype=torch.float64, device=device)  # (5, A)
-        self.temperature, self.min_p, tail = table[:3].unbind()
+        self.temperature, self.min_p, self.tails = table[:3].unbind()
         self.greedy, self.top_k = self.temperature == 0, table[3].to(torch.int64)
         self.divisor = torch.where(self.greedy, 1.0, self.temperature)
         self.some_greedy, self.any_min_p = 0 in self.temperatures, any(s.min_p for s in sampling)
         self.max_top_k = max(s.top_k for s in sampling)
         self.nucleus = table[4].to(torch.int64)[: len(nucleus)]
-        self.tail = tail[self.nucleus]  # 1 - top_p of the rows with a nucleus
+        self.tail = self.tails[self.nucleus]  # 1 - top_p of the rows with a nucleus
 
     def probs(self, logits: Tensor) -> Tensor:
         """Return distributions (A, ..., V), in float32 or wider. logits (A, ..., V); logits without a distribution give

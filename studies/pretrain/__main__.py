@@ -30,6 +30,7 @@ from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
 from studies.pretrain import pretraining
+from studies.pretrain.muon import MuonAdamW
 from studies.pretrain.ngram_lm import bigram, bigram_alpha, evaluate
 from studies.pretrain.tokenizer import token_bytes, train_tokenizer
 
@@ -154,7 +155,7 @@ def _module(cfg: Settings, tokenizer: PreTrainedTokenizerBase, domains: list[str
     )
     if rate.compile:
         pretraining.compile_layers(network)
-    optimizer = partial(optim.MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
+    optimizer = partial(MuonAdamW, lr=rate.lr, embedding_lr=rate.embedding_lr, weight_decay=rate.weight_decay)
     schedule = partial(
         trapezoid, progress=Progress(rate.steps), warmup=rate.warmup / rate.steps, decay=rate.decay / rate.steps
     )

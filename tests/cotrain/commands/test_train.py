@@ -239,11 +239,11 @@ def test_a_run_that_lost_its_patience_stays_ended(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("settings", ["", "draft.quantisation=int8", "trainer.ema=0.5 trainer.patience=1"])
+@pytest.mark.parametrize("settings", ["", "draft.quantisation=int8", "trainer.patience=1"])
 def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     settings: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the weights that are judged: rounded ones, an average, of a run that its patience ended too."""
+    """Of the weights that are judged: rounded ones, of a run that its patience ended too."""
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
     monkeypatch.setattr(results, "export", went_down)
     if "patience" in settings:
@@ -289,7 +289,7 @@ def test_a_training_that_begins_with_a_draft_says_what_it_gained(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("setting", ["trainer.ema=0.5", "draft.quantisation=int8"])
+@pytest.mark.parametrize("setting", ["draft.quantisation=int8"])
 def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     setting: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,6 @@ def test_a_page_of_a_kind_has_its_settings(kind: str, capsys: pytest.CaptureFixt
         ("bench.trees", "99"),
         ("bench.depths", "[]"),
         ("regime.temperature", "-1"),
-        ("trainer.ema", "1"),
         ("check", "7"),
         ("trainer.seed", "x"),
     ],

@@ -61,16 +61,6 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     assert found["lr_scheduler"]["interval"] == "step"
 
 
-def test_muon_is_made_if_it_is_asked_for() -> None:
-    job = job_of("optimizer.kind=muon")
-    module = assembly.trained_by(job, IndependentStudent(network(1)), {})
-    muon, adamw = module.configure_optimizers()["optimizer"].parts
-    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
-    (matrices,), (others,) = muon.param_groups, adamw.param_groups
-    assert (matrices["weight_decay"], others["weight_decay"], others["betas"]) == (0.04, 0.0, (0.85, 0.97))
-    assert matrices["initial_lr"] == others["initial_lr"] == 0.003
-
-
 def test_a_module_of_defaults_judges_as_deep_as_figures_go() -> None:
     job = job_of("policy.k=null", "loss.then=null")
     module = assembly.trained_by(job, IndependentStudent(network(1)), {})

@@ -146,7 +146,6 @@ TYPED: dict[str, tuple[Any, ...]] = {
     "draft.vocabulary=16000": ("eagle", 16000, 5e-5, 12000, 16),
     "draft.layers=1 init=scratch": ("independent", None, 1e-3, 12000, 16),  # no setting of an eagle
     "optimizer.lr=1e-3": ("eagle", 32000, 1e-3, 12000, 16),
-    "optimizer=muon": ("eagle", 32000, 1e-3, 12000, 16),
     "rollout.texts=600": ("eagle", 32000, 5e-5, 600, 16),
     "trainer.batch=2": ("eagle", 32000, 5e-5, 12000, 2),
     "++trainer.batch=2": ("eagle", 32000, 5e-5, 12000, 2),

@@ -163,9 +163,6 @@ def test_a_process_that_waits_says_that_the_first_has_ended(monkeypatch: pytest.
         (("trainer.devices=2", "trainer.batch=3"), "trainer.batch: 3 texts cannot be divided equally among 2 devices"),
         (("trainer.devices=0",), "trainer.devices=0: it must be at least 1"),
         (("draft.quantisation=int3",), "draft.quantisation=int3: it must be one of none, int8, nf4"),
-        (("draft.quantisation=int8", "trainer.ema=0.9"), "draft.quantisation, trainer.ema: use only one"),
-        (("trainer.strategy=fsdp2", "trainer.ema=0.9"), "trainer.ema, trainer.strategy: use only one"),
-        (("trainer.strategy=fsdp2", "optimizer=muon"), "optimizer=muon: it needs whole matrices"),
         (("trainer.strategy=fsdp2", "draft.quantisation=nf4"), "draft.quantisation, trainer.strategy: use only one"),
     ],
 )

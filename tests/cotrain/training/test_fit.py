@@ -60,7 +60,7 @@ def test_points_are_of_the_regime_and_of_what_is_served(monkeypatch: pytest.Monk
     job, met = job_of("rollout.new_tokens=40"), list[Any]()
     monkeypatch.setattr(fit, "part_of", lambda held, tokens: met.append(tokens) or held)
     module: Any = SimpleNamespace(held_out={0.0: "cold", 0.8: "own"}, temperature=0.8)
-    clock, swaps = Clock(Progress(160), 5), list[Any]()
-    points = fit._points(job, module, clock, swaps)
-    assert met == [160 * 3 * 6 * 40] and points.part == "own" and points.clock is clock and points.swaps is swaps
+    clock, rounded = Clock(Progress(160), 5), list[Any]()
+    points = fit._points(job, module, clock, rounded)
+    assert met == [160 * 3 * 6 * 40] and points.part == "own" and points.clock is clock and points.rounded is rounded
     assert points.served == (3, "greedy", "block")

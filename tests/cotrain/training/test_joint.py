@@ -555,7 +555,6 @@ def test_a_target_outside_the_bound_exports_nothing(
     often(
         [
             ("regime.temperature=0", "regime.temperature"),
-            ("optimizer=muon", "optimizer"),
             ("joint.warm_steps=0", "joint.warm_steps"),
             ("draft=retrieval", "not trained"),
             ("trainer.minutes=5", "minutes"),

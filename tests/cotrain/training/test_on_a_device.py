@@ -101,7 +101,7 @@ def test_commands_train_a_draft_that_decodes(
     draft=medusa draft.depths=2 measure=false""".split()
     with standin.device() as gpu:
         for steps in (1, 2):
-            whole = [*sizes, f"trainer.steps={steps}", "trainer.ema=0.9", f"output={tmp_path / 'run'}"]
+            whole = [*sizes, f"trainer.steps={steps}", f"output={tmp_path / 'run'}"]
             assert main(["train", *paths, *whole]) == 0
         gpu.clear()
         words = ["generate", paths[0], f"draft.path={tmp_path / 'run' / 'draft'}", "prompt=abc", "max_new_tokens=4"]

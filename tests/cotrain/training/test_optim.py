@@ -1,63 +1,12 @@
 """Optimisers move what they should, and the schedule is a function of progress."""
 
-import copy
-
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 from cotrain.training import optim
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
-from tests.folders import VOCABULARY, network
-from tests.student_kinds import STUDENTS, target
-
-
-def stepped(model: LlamaForCausalLM, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    ids = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))
-    optimizer.zero_grad()
-    model(ids, labels=ids).loss.backward()
-    optimizer.step()
-
-
-def test_muon_moves_every_parameter_and_resumes_exactly() -> None:
-    def fresh() -> tuple[LlamaForCausalLM, optim.MuonAdamW]:
-        model = network()
-        return model, optim.MuonAdamW(model, lr=1e-2, embedding_lr=1e-3, weight_decay=0.1)
-
-    model, optimizer = fresh()
-    before = copy.deepcopy(model.state_dict())
-    stepped(model, optimizer, 0)
-    assert all(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    again, resumed = fresh()
-    again.load_state_dict(model.state_dict())
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    stepped(model, optimizer, 1)
-    stepped(again, resumed, 1)
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
-
-
-def test_muon_takes_the_matrices_of_the_layers_and_one_schedule_drives_both() -> None:
-    model = network()
-    optimizer = optim.MuonAdamW(model, lr=1e-2, embedding_lr=1e-3, weight_decay=0.1)
-    muon, rest = (group["params"] for group in optimizer.param_groups)
-    assert len(muon) == 2 * 7 and {p.ndim for p in muon} == {2}
-    assert any(p is model.model.embed_tokens.weight for p in rest) and len(rest) == 2 * 2 + 2
-    schedule = trapezoid(optimizer, Progress(10), warmup=0.2, decay=0.4)
-    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 5e-4]
-    optimizer.step()
-    schedule.step()
-    assert [group["lr"] for group in optimizer.parts[0].param_groups + optimizer.parts[1].param_groups] == [1e-2, 1e-3]
-
-
-@pytest.mark.parametrize("kind", STUDENTS)
-def test_muon_learns_the_matrices_of_every_kind_and_no_head(kind: str) -> None:
-    draft = STUDENTS[kind](target()).network
-    optimizer = optim.MuonAdamW(draft, lr=1e-2, weight_decay=0.1)
-    named = {id(parameter): name for name, parameter in draft.named_parameters()}
-    groups = {type(part).__name__: part.param_groups[0]["params"] for part in optimizer.parts}
-    assert sum(len(group) for group in groups.values()) == sum(p.requires_grad for p in draft.parameters())
-    assert not [named[id(p)] for p in groups.get("Muon", []) if p.ndim != 2 or "head" in named[id(p)]]
+from tests.folders import network
 
 
 def test_adamw_decays_matrices_only() -> None:

@@ -82,18 +82,18 @@ def test_durations_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of("trainer.ema=0.9", "trainer.devices=2", "data.block=64", "rollout.rows=1")
+    job = job_of("trainer.devices=2", "data.block=64", "rollout.rows=1")
     cfg, there = job.cfg, known(monkeypatch)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
     cfg.rollout.prompt_tokens, cfg.rollout.new_tokens = 50, 30
     need = preflight.estimate_need(cfg, there)
     tokens = 6 * 80 // 2
-    training = 8 * (16 + 4) + tokens * 6 * 5 * 4 + min(tokens, 2**21 // 7) * 7 * 4 * 8
+    training = 8 * 16 + tokens * 6 * 5 * 4 + min(tokens, 2**21 // 7) * 7 * 4 * 8
     assert need == preflight.Need(100, 8, 100 * 2 + training, 8 * 4 * (5 + 4))
-    cfg.trainer.ema, cfg.quantisation.kind = 0.0, "nf4"
-    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training - 8 * 4
+    cfg.quantisation.kind = "nf4"
+    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training
     cfg.rollout.new_tokens = 1  # shorter than blocks
-    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training - 8 * 4 - 16 * 3 * (6 * 5 * 4 + 7 * 4 * 8)
+    assert preflight.estimate_need(cfg, there).memory == 100 * 0.5 + training - 16 * 3 * (6 * 5 * 4 + 7 * 4 * 8)
     monkeypatch.setattr(preflight, "decoding", lambda *_: 1e9)
     cfg.quantisation.kind = "int8"
     assert preflight.estimate_need(cfg, there).memory == 100 + 8 * 4 + 1e9

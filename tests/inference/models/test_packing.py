@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from inference.proposers.block import Block
 from inference.proposers.eagle import Eagle, EagleDrafting
 from inference.proposers.independent import Independent
 from inference.proposers.p_eagle import PEagle
+from inference.sampling import distributions
 from inference.verify.tree import Tree
 from tests import kinds
 from tests.inference.models.test_llama import FAMILIES, WIDE, build, passes
@@ -314,7 +316,9 @@ def test_drafts_over_states_in_float32_have_copies(
         (16, Sampling(0.7), {}, True),
         (16, Sampling(0.7), {"greedy": True}, True),
         (None, [Sampling(0.7), Sampling(1.3)], {"int8": True}, True),
+        (16, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {}, True),
         (16, Sampling(0.7, top_k=3), {}, False),
+        (16, Sampling(0.7, top_p=0.6, min_p=0.1), {}, False),
         (16, [Sampling(0.7), Sampling(0.0)], {}, False),
         (16, Sampling(0.7), {"policy": Script()}, False),
         (16, Sampling(0.7), {"tokenizer": Short()}, False),
@@ -342,6 +346,24 @@ def test_one_operator_drafts_a_chain(
     for one, other in zip(*seen, strict=True):
         assert torch.equal(one.x, other.x) and one.k == other.k
         torch.testing.assert_close(one.q, other.q, rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("scale", [0, 0.2, 1, 3, 30])
+@pytest.mark.parametrize("size", [16, 1030, 49_157])
+def test_the_operator_cuts_the_tail_that_a_sort_cuts(size: int, scale: float) -> None:
+    """Of broad and narrow distributions, also with equal logits, tokens without mass, and rows without a distribution
+    or without a tail."""
+    logits = scale * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
+    logits[1:3] = logits[1:3].round()
+    logits[3, size // 2 :] = -math.inf
+    logits[4] = -math.inf
+    logits[5, 3] = math.nan
+    tails = torch.tensor([0.5, 0.1, 0.7, 0.05, 0.1, 0.1, 0, 1e-3, 0.999], dtype=torch.float64)
+    cut = torch.ops.inference.without_tail(logits, tails)
+    for row, tail, one in zip(logits, tails, cut, strict=True):
+        expected = distributions._without_tail(row, tail.float()) if tail else row
+        torch.testing.assert_close(one, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_kernels

@@ -1,0 +1,86 @@
+"""The operator that verifies a round on a CPU does what the rules in Python do."""
+
+import math
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from inference import Engine, Sampling, verification
+from inference.models import packing
+from inference.proposers.independent import Independent
+from inference.sampling import draw, probs
+from inference.verify import chain
+from tests.inference.test_every_proposer import Uneven
+from tests.tiny import tiny
+
+needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
+A, K = 8, 3
+SAMPLING = [Sampling(t, top_p=p) for t in (1.0, 0.3, 0.0, 2.0) for p in (1.0, 0.8)]
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [5, 33, 1031, 4096])
+@pytest.mark.parametrize("rule", ["token", "block"])
+@pytest.mark.parametrize("depths", [0, 1, K])
+def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> None:
+    """Also of drafts that are likely to be accepted, and of rows with fewer drafts than others."""
+    assert packing.has_kernels()
+    made = torch.Generator().manual_seed(size + depths)
+    temperature, tails = (torch.tensor([getattr(s, n) for s in SAMPLING]).double() for n in ("temperature", "top_p"))
+    lines = []
+    for scale in (0.1, 1.0, 4.0) * 4:
+        logits = scale * torch.randn(A, depths + 1, size, generator=made)
+        near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=made)
+        q = probs(near, SAMPLING)
+        x = torch.multinomial(q.flatten(0, 1), 1, generator=made).view(A, depths) if depths else q[..., 0].long()
+        k, u = torch.randint(depths + 1, (A,), generator=made), torch.rand(A, depths + 2, generator=made).double()
+        given = logits, q, x, k, temperature, 1 - tails, u[:, 1:], u[:, 0].contiguous()
+        table = torch.ops.inference.verified(*given, rule == "block")
+        if not table.numel():  # a tail of broad distributions that a sort decides
+            continue
+        p = probs(logits, SAMPLING)
+        accepted, last = getattr(chain, rule)(p, q, x, u[:, 1 : depths + 1], k)
+        expected = (accepted, draw(last, u[:, 0]), k, 0 * k, 0 * k, (accepted < k).long())
+        assert torch.equal(table, torch.cat((torch.stack(expected, 1), x), 1))
+        lines.append(accepted)
+    assert len(lines) > 3
+    assert not depths or {*torch.cat(lines).tolist()} == {*range(depths + 1)}
+
+
+@needs_kernels
+@pytest.mark.parametrize("part", ["logits", "q", "none"])
+def test_without_a_distribution_the_table_is_empty(part: str) -> None:
+    logits, u = torch.zeros(2, 2, 9), torch.zeros(2, 2).double()
+    q, x, k = torch.full((2, 1, 9), 1 / 9), torch.zeros(2, 1).long(), torch.ones(2).long()
+    if part == "q":
+        q[1] = math.nan
+    elif part == "logits":
+        logits[1, 1] = -math.inf
+    table = torch.ops.inference.verified(logits, q, x, k, u[:, 0] + 1, u[:, 0], u, u[:, 0], True)
+    assert table.numel() == (14 if part == "none" else 0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rule", ["token", "block", "match"])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), SAMPLING[:3], Sampling(0.8, top_k=5), Sampling(0.0)])
+def test_an_engine_decodes_the_same_with_and_without_it(
+    rule: str, sampling: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = tiny(layers=2).float(), tiny(layers=1, seed=4).float()
+    met, operator = [], verification._by_operator
+    outs = []
+    for used in (True, False):
+        engine = Engine(target, Independent(draft), verify=rule, policy=Uneven(), rows=2)
+
+        def noted(*given: Any, used: bool = used) -> Any:
+            met.append(operator(*given))
+            return met[-1] if used else given[2].x[:0]
+
+        monkeypatch.setattr(verification, "_by_operator", noted)
+        out = engine.generate([[1, 2, 3], [4], [5, 6]], max_new_tokens=20, sampling=sampling, seed=3, ignore_eos=True)
+        outs.append((out.tokens, out.stats.target_calls, out.stats.accepted))
+    assert outs[0] == outs[1]
+    applies = rule != "match" and sampling != Sampling(0.8, top_k=5)
+    assert {bool(table.numel()) for table in met} == {applies}
