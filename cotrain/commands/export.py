@@ -187,10 +187,8 @@ def _features(cfg: ExportConfig, target: str, metadata: Metadata | None) -> Path
     called, fetch = cfg.push_to_hub or str(Path(cfg.output).absolute()), list[str]()
     if cfg.push_to_hub and cfg.engine == "llamacpp":
         called, fetch = fetched(cfg.push_to_hub)
-    exported: list[Metadata] = []
 
     def readme(written: Metadata) -> str:
-        exported.append(written)
         return card(written, cfg.engine, called, report, _remarks(written) + fetch, cfg.layout)
 
     try:
@@ -213,13 +211,6 @@ def _features(cfg: ExportConfig, target: str, metadata: Metadata | None) -> Path
     if cfg.engine == "llamacpp":  # which gives any states in any order
         return path
     _print_remarks(path)
-    layers = (exported[0].origin.get("export") or {}).get("inputs_of_layers", [])
-    if sorted(set(layers)) != list(layers):
-        print(
-            f"warning: no engine will serve {cfg.draft.path}: it reads the target's states {layers}, but engines "
-            "give each state once, in ascending order; use a target of at least 7 layers",
-            file=sys.stderr,
-        )
     return path
 
 

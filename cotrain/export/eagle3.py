@@ -122,6 +122,7 @@ def export(
         served = changed(metadata, objective=drafting(engine, metadata.objective, layout))
         remarks = [*_without_markov_head(network, Path(source), served), *remarks]
     layers = list(network.config.layers)
+    remarks = [*remarks, *_unserved(layers, engine)]
     numbered = {"layout": layout, "inputs_of_layers": layers, "outputs_of_layers": output_layers(layers)}
     with new_folder(Path(output), replace=replace) as new:
         if engine == "llamacpp":
@@ -138,6 +139,16 @@ def export(
         if card:
             (new / "README.md").write_text(card(metadata), encoding="utf-8")
     return Path(output)
+
+
+def _unserved(layers: list[int], engine: str) -> list[str]:
+    """Return a remark if the engine cannot give the draft the target's states after these layers, else []."""
+    if engine == "llamacpp" or sorted(set(layers)) == layers:  # llama.cpp gives any states in any order
+        return []
+    return [
+        f"No engine will serve it: it reads the target's states {layers}, but engines give each state once, in "
+        "ascending order: use a target of at least 7 layers."
+    ]
 
 
 def _refuse(network: Any, target: PreTrainedModel, source: Path, engine: str, layout: str) -> None:

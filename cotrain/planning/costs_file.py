@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, cast
 
-from cotrain.errors import UserError
+from cotrain.errors import UserError, first_line
 from cotrain.planning.forecast import at_acceptance, break_even
 from inference.measure.costs import Costs
 from inference.report.table import aligned
@@ -90,10 +90,8 @@ def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
             f"costs={path}: it must be a plan.json, or a JSON object with an object for each number of rows, which has "
             f"{', '.join(PARTS)}"
         ) from error
-    except FileNotFoundError:
-        raise UserError(f"costs={path}: there is no such file") from None
     except (OSError, ValueError, OverflowError) as error:
-        raise UserError(f"costs={path}: {error}") from error
+        raise UserError(f"costs={path}: {first_line(error)}") from error
 
 
 def _content(path: str) -> dict[str, Any]:

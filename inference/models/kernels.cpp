@@ -217,6 +217,33 @@ inline float total(Floats x) {
 #endif
 }
 
+// The totals of eight vectors, by a third of the operations of eight times `total`
+inline void totals(const Floats* of, float* to) {
+#if defined(__AVX512F__)
+  auto pair = [&](int i) {
+    const auto a = (__m512)of[i], b = (__m512)of[i + 1];
+    return _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+  };
+  auto four = [&](int i) {  // in each quarter a part of four totals
+    const auto a = pair(i), b = pair(i + 2);
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+  };
+  const auto a = four(0), b = four(4);
+  const auto half = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  const auto whole = _mm512_add_ps(half, _mm512_shuffle_f32x4(half, half, 0xb1));
+  _mm_storeu_ps(to, _mm512_castps512_ps128(whole));
+  _mm_storeu_ps(to + 4, _mm512_extractf32x4_ps(whole, 2));
+#elif defined(__AVX__)
+  auto four = [&](int i) {  // in each half a part of four totals
+    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)of[i], (__m256)of[i + 1]), _mm256_hadd_ps((__m256)of[i + 2], (__m256)of[i + 3]));
+  };
+  const auto a = four(0), b = four(4);
+  _mm256_storeu_ps(to, _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)));
+#else
+  for (int i = 0; i < 8; i++) to[i] = total(of[i]);
+#endif
+}
+
 // y = x over its root mean square, times weight (width,)
 void norm(const float* x, const float* weight, float* y, int64_t width, double eps) {
   double squares = 0;
@@ -526,17 +553,19 @@ template <int M, int S>
 int64_t scores(const Query* of, const float* keys, int64_t from, int64_t read, int64_t size) {
   for (; from + S <= read; from += S) {
     const float* k = keys + from * size;
-    Floats sums[M][S] = {};
+    Floats sums[8] = {};
+    float every[8];
     int64_t i = 0;
     for (; i + W <= size; i += W)
       for (int l = 0; l < S; l++) {
         const Floats some = load(k + l * size + i);
-        for (int m = 0; m < M; m++) sums[m][l] += load(of[m].q + i) * some;
+        for (int m = 0; m < M; m++) sums[m * S + l] += load(of[m].q + i) * some;
       }
+    totals(sums, every);
     for (int m = 0; m < M; m++)
       for (int l = 0; l < S; l++) {
         float* p = of[m].p + from + l;
-        *p = total(sums[m][l]);
+        *p = every[m * S + l];
         for (int64_t rest = i; rest < size; rest++) *p += of[m].q[rest] * k[l * size + rest];
       }
   }

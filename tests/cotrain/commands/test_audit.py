@@ -148,7 +148,7 @@ def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, m
     [
         ([], "set url= to the server, or texts="),
         (["url=http://127.0.0.1:1", "texts=x"], "set url= to the server, or texts="),
-        (["texts={tmp}/none.jsonl"], "none.jsonl: [Errno 2] No such file"),
+        (["texts={tmp}/none.jsonl"], "none.jsonl: there is no such file"),
         (["texts={tmp}/half.jsonl"], "half.jsonl, line 4 needs prompt"),
         (["texts={tmp}/empty.jsonl"], "there is no text to audit"),
         (["texts={tmp}/beyond.jsonl"], "beyond.jsonl, line 3 has 100000, which is no token id"),

@@ -82,7 +82,7 @@ def test_other_files_are_named(tmp_path: Path) -> None:
         file.write_text(content)
         with pytest.raises(UserError, match=f"costs={file}: "):
             read_costs(str(file), "d", [1], 2)
-    with pytest.raises(UserError, match="No such file"):
+    with pytest.raises(UserError, match="there is no such file"):
         read_costs(str(tmp_path / "missing"), "d", [1], 2)
 
 
