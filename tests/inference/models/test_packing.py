@@ -354,6 +354,7 @@ def test_one_operator_drafts_a_chain(
 def test_the_operator_cuts_the_tail_that_a_sort_cuts(size: int, scale: float) -> None:
     """Of broad and narrow distributions, also with equal logits, tokens without mass, and rows without a distribution
     or without a tail."""
+    assert packing.has_kernels()
     logits = scale * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
     logits[1:3] = logits[1:3].round()
     logits[3, size // 2 :] = -math.inf
