@@ -105,8 +105,8 @@ def nearest(key: str, keys: Collection[str]) -> str | None:
     """Return the key of `keys` that begins with `key`, or that is spelt most similarly. If some keys have the same name
     after the last dot, only these are compared. Return None if no key is similar enough. keys: all keys of the
     command."""
-    if begun := sorted(other for other in keys if other.startswith(key)):
-        return begun[0]
+    if longer := sorted(other for other in keys if other.startswith(key)):
+        return longer[0]
     same = [other for other in sorted(keys) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same or sorted(keys), n=1, cutoff=0.0 if same else 0.7)
     return near[0] if near else None

@@ -98,14 +98,13 @@ class MemoryCache:
         if progress:
             progress(len(ids), len(ids))
 
-    def add(self, kept: dict[tuple[int, ...], Record], ids: Tensor, keys: Tensor, length: Tensor) -> None:
-        """Store the states of texts that were read before, and remove them from `kept`. kept: states (T, D) by layer,
-        keyed by a text's ids. ids (N, T): token ids. keys (N,): the number of each text. length (N,): the number of
-        tokens of each text."""
+    def add(self, states: dict[tuple[int, ...], Record], ids: Tensor, keys: Tensor, length: Tensor) -> None:
+        """Store states of texts, and remove them from `states`. states: (T, D) by layer, keyed by a text's ids. ids (N,
+        T): token ids. keys (N,): the number of each text. length (N,): the number of tokens of each text."""
         for name, row, size in zip(self._names(ids, keys, None), ids, length, strict=True):
-            if record := kept.pop((*row[: int(size)].tolist(),), None):
+            if record := states.pop((*row[: int(size)].tolist(),), None):
                 rest = columns_of(len(row), size.view(1)) - int(size)
-                self._keep(name, {layer: pad(states, (0, 0, 0, rest)) for layer, states in record.items()})
+                self._keep(name, {layer: pad(values, (0, 0, 0, rest)) for layer, values in record.items()})
 
     def __call__(
         self,

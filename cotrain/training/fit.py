@@ -197,9 +197,9 @@ def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> 
     target reads now, before training. It reads nothing if training reads fewer texts than there are."""
     trainer, order = job.cfg.trainer, sampled.length.argsort(descending=True, stable=True)  # so that little is padding
     ids, keys, length = sampled.ids[order].long(), len(corpus) + order, sampled.length[order]
-    if job.kept:
-        module.teacher.add(job.kept.records, ids, keys, length)
-        job.kept = None
+    if job.sampled_states:
+        module.teacher.add(job.sampled_states.records, ids, keys, length)
+        job.sampled_states = None
     if trainer.steps * trainer.batch * trainer.accumulate < len(corpus) + len(sampled):
         return
     read = module.teacher.read

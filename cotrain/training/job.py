@@ -26,7 +26,7 @@ from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.data.texts import Texts, of_blocks
 from cotrain.errors import UserError
-from cotrain.rollout.kept_states import KeptStates
+from cotrain.rollout.sampled_states import SampledStates
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
 from cotrain.rollout.training_texts import SamePrompts, Sampled, logged, start_of
@@ -60,7 +60,7 @@ class Job:
     texts_given: split -> the user's own texts, as far as they have been built (`given`).
     loggers: all except TensorBoard's.
     reads: the layers whose states the student reads from the target, besides LAST.
-    kept: states of the passes that sample texts, see `keep_states`; None to read all texts again.
+    sampled_states: states of the passes that sample texts, see `keep_states`; None to read all texts again.
     rounds: draft length -> timed decoding rounds, shared by the measurements of all checkpoints.
     sampled_prompts: the prompts that the target sampled for data=self, one JSON row per line; None for other prompts.
     train_texts: the training texts, if another target sampled them. This target's held-out texts then continue the
@@ -77,7 +77,7 @@ class Job:
     signals: Signals = field(default_factory=Signals)
     loggers: list[Logger] = field(default_factory=list)  # besides that of TensorBoard
     reads: tuple[int, ...] = ()
-    kept: KeptStates | None = None
+    sampled_states: SampledStates | None = None
     rounds: dict[int, RealRound] = field(default_factory=dict)  # by draft length, for all checkpoints
     deadline: Deadline = field(default_factory=Deadline)
     sampled_prompts: str | None = None
@@ -118,8 +118,8 @@ class Job:
         """Return the texts that the target samples. Those that are not on disk are sampled when they are first used."""
         folder = Path(self.cfg.rollout.folder or self.folder / "rollouts")
         sampled = sampled_texts(self.cfg, self.target, self.tokenizer, folder)
-        if self.kept and sampled.by is None:
-            parts = self.target, self.kept
+        if self.sampled_states and sampled.by is None:
+            parts = self.target, self.sampled_states
             own = partial(Engine, *parts, policy=Fixed(0), tokenizer=self.tokenizer, rows=sampled.rows)
             sampled = replace(sampled, by=lambda: Own(own()))
         return replace(
@@ -135,7 +135,7 @@ class Job:
         each time, and it is not for states that are stored on disk."""
         cfg, elsewhere = self.cfg, self.cfg.trainer.cache or self.train_texts or self.target.config.is_encoder_decoder
         if cfg.minutes and cfg.trainer.remember_mb and not elsewhere:
-            self.kept = KeptStates((LAST, *self.reads), cfg.trainer.remember_mb * 2**20)
+            self.sampled_states = SampledStates((LAST, *self.reads), cfg.trainer.remember_mb * 2**20)
 
     def source(self, split: str) -> Source:
         """Return the prompts or documents of a split ("train", "held_out" or "final"). Training and held-out ones are

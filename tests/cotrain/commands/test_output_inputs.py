@@ -39,7 +39,6 @@ WORDS = {
     "loss.first",
     "loss.then",
     "objective",
-    "optimizer.kind",
     "mode",
     "data.column",
     "data.split",

@@ -42,6 +42,11 @@ def built(folder: Path, k: int = 3, **settings: Any) -> BlockNetwork:
     return network
 
 
+def said_of(metadata: Metadata) -> list[str]:
+    """The remarks of an export, without that on a target of few layers."""
+    return [said for said in metadata.origin["export"]["remarks"] if not said.startswith("No engine will serve it")]
+
+
 def read_back(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """config.json, and the parameters that vLLM 0.32 fills (`models/qwen3_dflash.py`), by its names. Fails for a tensor
     that the model does not have, and for one that it does not get."""
@@ -118,7 +123,7 @@ def test_the_loss_of_the_markov_head_is_said(tmp_path: Path) -> None:
         )
         metadata = read(folder).metadata
         assert metadata is not None
-        return list(metadata.origin["export"]["remarks"])
+        return said_of(metadata)
 
     built(tmp_path / "draft", markov_rank=3, causal=True)
     lost = "The Markov head of the draft is left out, since the engine has none."
@@ -151,7 +156,7 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
     def length(draft: str, k: int | None = None) -> Any:
         metadata = read(export(tmp_path / draft, tmp_path / "out", "dflash", k, target=target, replace=True)).metadata
         assert metadata is not None
-        return metadata.k, " ".join(metadata.origin["export"]["remarks"])
+        return metadata.k, " ".join(said_of(metadata))
 
     k, said = length("draft")
     assert k == 3 and "planned with 2 drafts a round" in said

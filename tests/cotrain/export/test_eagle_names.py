@@ -149,7 +149,7 @@ def test_states_that_no_engine_gives_twice_are_warned_of(
     for layers, said in (([2, 4, 4], True), ([4, 2, 5], True), (LAYERS, False)):
         exported(target, tmp_path / str(layers), layers)
         commands.run(asked(tmp_path / str(layers), target, monkeypatch))
-        assert ("reads the target's states [" in capsys.readouterr().err) == said
+        assert ("reads the target's states [" in capsys.readouterr().out) == said
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

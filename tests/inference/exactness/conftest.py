@@ -3,7 +3,14 @@
 import pytest
 import torch
 
+from inference import verification
 from tests.tiny import tiny
+
+
+@pytest.fixture(autouse=True)
+def in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are verified by the rules that tests replace by wrong ones, not by the operator of a CPU."""
+    monkeypatch.setattr(verification, "_by_operator", lambda round, logits, proposal, asked: proposal.x[:0])
 
 
 @pytest.fixture(scope="module")

@@ -27,15 +27,15 @@ SAMPLING = [Sampling(t, top_p=p) for t in (1.0, 0.3, 0.0, 2.0) for p in (1.0, 0.
 def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> None:
     """Also of drafts that are likely to be accepted, and of rows with fewer drafts than others."""
     assert packing.has_kernels()
-    made = torch.Generator().manual_seed(size + depths)
+    random = torch.Generator().manual_seed(size + depths)
     temperature, tails = (torch.tensor([getattr(s, n) for s in SAMPLING]).double() for n in ("temperature", "top_p"))
     lines = []
     for scale in (0.1, 1.0, 4.0) * 4:
-        logits = scale * torch.randn(A, depths + 1, size, generator=made)
-        near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=made)
+        logits = scale * torch.randn(A, depths + 1, size, generator=random)
+        near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=random)
         q = probs(near, SAMPLING)
-        x = torch.multinomial(q.flatten(0, 1), 1, generator=made).view(A, depths) if depths else q[..., 0].long()
-        k, u = torch.randint(depths + 1, (A,), generator=made), torch.rand(A, depths + 2, generator=made).double()
+        x = torch.multinomial(q.flatten(0, 1), 1, generator=random).view(A, depths) if depths else q[..., 0].long()
+        k, u = torch.randint(depths + 1, (A,), generator=random), torch.rand(A, depths + 2, generator=random).double()
         given = logits, q, x, k, temperature, 1 - tails, u[:, 1:], u[:, 0].contiguous()
         table = torch.ops.inference.verified(*given, rule == "block")
         if not table.numel():  # a tail of broad distributions that a sort decides

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from cotrain.rollout.kept_states import KeptStates
+from cotrain.rollout.sampled_states import SampledStates
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import MemoryCache
 from cotrain.teacher.target_model import served
@@ -23,7 +23,7 @@ ASKED: dict[str, Any] = {"max_new_tokens": [3, 8, 1, 5, 2, 8], "sampling": Sampl
 def test_kept_states_are_those_of_a_later_pass(rows: int) -> None:
     """Of texts that wait, move to other slots and end at different lengths."""
     target, layers = tiny(layers=3), (LAST, 0, 2)
-    engine = Engine(target, kept := KeptStates(layers, 2**20), policy=Fixed(0), rows=rows)
+    engine = Engine(target, kept := SampledStates(layers, 2**20), policy=Fixed(0), rows=rows)
     out = engine.generate(PROMPTS, **ASKED)
     assert out.tokens == Engine(target, rows=rows).generate(PROMPTS, **ASKED).tokens
     texts = [prompt + new for prompt, new in zip(PROMPTS, out.tokens, strict=True)]
@@ -34,7 +34,7 @@ def test_kept_states_are_those_of_a_later_pass(rows: int) -> None:
         for layer, part in record.items():
             assert part.shape == states[layer][0].shape and not part[-1].any()
             torch.testing.assert_close(part[:-1], states[layer][0, :-1])
-    few = KeptStates(layers, 2 * 9 * 3 * 16 * 8)  # bytes of 18 tokens
+    few = SampledStates(layers, 2 * 9 * 3 * 16 * 8)  # bytes of 18 tokens
     Engine(target, few, policy=Fixed(0), rows=rows).generate(PROMPTS, **ASKED)
     assert 0 < sum(map(len, few.records)) <= 18 < sum(map(len, texts))
 

@@ -16,7 +16,7 @@ from inference.models.passes import States
 from inference.proposers.base import Outcome, Proposer
 
 
-class KeptStates(Proposer):
+class SampledStates(Proposer):
     """A proposer that drafts nothing and keeps the target's states of the texts that are decoded. Its engine must have
     the policy Fixed(0).
 
