@@ -2,6 +2,8 @@
 
 import math
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,13 +12,16 @@ import torch
 from inference import Engine, Sampling, verification
 from inference.models import packing
 from inference.proposers.independent import Independent
+from inference.proposers.retrieval import Retrieval
 from inference.sampling import draw, probs
 from inference.verify import chain
+from inference.verify.rules import RULES
 from tests.inference.test_every_proposer import Uneven
 from tests.tiny import tiny
 
 needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 A, K = 8, 3
+OTHERS = [Sampling(0.8, top_k=5), Sampling(0.8, min_p=0.2), Sampling(repetition_penalty=1.3)]
 SAMPLING = [Sampling(t, top_p=p) for t in (1.0, 0.3, 0.0, 2.0) for p in (1.0, 0.8)]
 
 
@@ -32,10 +37,13 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
     lines = []
     for scale in (0.1, 1.0, 4.0) * 4:
         logits = scale * torch.randn(A, depths + 1, size, generator=random)
+        logits[4:6] = logits[4:6].round()  # several maxima at temperature 0
         near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=random)
+        near[0] = logits[0, :-1]  # nothing is left of p - q
         q = probs(near, SAMPLING)
         x = torch.multinomial(q.flatten(0, 1), 1, generator=random).view(A, depths) if depths else q[..., 0].long()
         k, u = torch.randint(depths + 1, (A,), generator=random), torch.rand(A, depths + 2, generator=random).double()
+        u[1::2] = 0  # no token without mass may pass
         given = logits, q, x, k, temperature, 1 - tails, u[:, 1:], u[:, 0].contiguous()
         table = torch.ops.inference.verified(*given, rule == "block")
         if not table.numel():  # a tail of broad distributions that a sort decides
@@ -52,22 +60,23 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
 @needs_kernels
 @pytest.mark.parametrize("part", ["logits", "q", "none"])
 def test_without_a_distribution_the_table_is_empty(part: str) -> None:
-    logits, u = torch.zeros(2, 2, 9), torch.zeros(2, 2).double()
-    q, x, k = torch.full((2, 1, 9), 1 / 9), torch.zeros(2, 1).long(), torch.ones(2).long()
+    logits, u = torch.zeros(2, 3, 9), torch.zeros(2, 3).double()
+    q, x, k = torch.full((2, 2, 9), 1 / 9), torch.zeros(2, 2).long(), torch.tensor([2, 2])
     if packing.has_kernels() and part == "q":
-        q[1] = math.nan
+        q[1, 1] = math.nan
     elif part == "logits":
-        logits[1, 1] = -math.inf
+        logits[1, 2] = -math.inf
     table = torch.ops.inference.verified(logits, q, x, k, u[:, 0] + 1, u[:, 0], u, u[:, 0], True)
-    assert table.numel() == (14 if part == "none" else 0)
+    assert table.numel() == (16 if part == "none" else 0)
 
 
 @needs_kernels
-@pytest.mark.parametrize("rule", ["token", "block", "match"])
-@pytest.mark.parametrize("sampling", [Sampling(1.0), SAMPLING[:3], Sampling(0.8, top_k=5), Sampling(0.0)])
+@pytest.mark.parametrize("rule", ["token", "block", "match", replace(RULES["block"], verify=RULES["match"].verify)])
+@pytest.mark.parametrize("sampling", [Sampling(1.0), SAMPLING[:3], *OTHERS, Sampling(0.0)])
 def test_an_engine_decodes_the_same_with_and_without_it(
-    rule: str, sampling: Any, monkeypatch: pytest.MonkeyPatch
+    rule: Any, sampling: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It applies to the rules and settings that it knows."""
     assert packing.has_kernels()
     target, draft = tiny(layers=2).float(), tiny(layers=1, seed=4).float()
     met, operator = [], verification._by_operator
@@ -83,5 +92,20 @@ def test_an_engine_decodes_the_same_with_and_without_it(
         out = engine.generate([[1, 2, 3], [4], [5, 6]], max_new_tokens=20, sampling=sampling, seed=3, ignore_eos=True)
         outs.append((out.tokens, out.stats.target_calls, out.stats.accepted))
     assert outs[0] == outs[1]
-    applies = rule != "match" and sampling != Sampling(0.8, top_k=5)
+    applies = rule in ("token", "block") and sampling not in OTHERS
     assert {bool(table.numel()) for table in met} == {applies}
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["recorded", "certain drafts", "bfloat16"])
+def test_other_rounds_are_verified_in_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert packing.has_kernels()
+    met, operator = [], torch.ops.inference.verified
+    monkeypatch.setattr(
+        torch.ops.inference, "verified", lambda *given: met.append(given[2].shape[1]) or operator(*given)
+    )
+    record: Any = SimpleNamespace(begin=lambda *_: None, note=lambda *_: None) if case == "recorded" else None
+    target = tiny(dtype=torch.bfloat16 if case == "bfloat16" else torch.float32)
+    engine = Engine(target, Retrieval() if case == "certain drafts" else None, record=record)
+    out = engine.generate([[1, 2, 1, 2, 1, 2]], max_new_tokens=9, sampling=Sampling(0.0), ignore_eos=True)
+    assert len(out.tokens[0]) == 9 and {*met} <= ({0} if case == "certain drafts" else set())
