@@ -39,7 +39,7 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
         logits = scale * torch.randn(A, depths + 1, size, generator=random)
         logits[4:6] = logits[4:6].round()  # several maxima at temperature 0
         near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=random)
-        near[0] = logits[0, :-1]  # nothing is left of p - q
+        near[4:6, :1], near[4:6, 1:] = logits[4:6, :-1][:, :1], -near[4:6, 1:]  # nothing is left of p - q, then all
         q = probs(near, SAMPLING)
         x = torch.multinomial(q.flatten(0, 1), 1, generator=random).view(A, depths) if depths else q[..., 0].long()
         k, u = torch.randint(depths + 1, (A,), generator=random), torch.rand(A, depths + 2, generator=random).double()
