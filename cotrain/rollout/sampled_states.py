@@ -21,11 +21,11 @@ class SampledStates(Proposer):
     the policy Fixed(0).
 
     records: the states (T, D) of each ended text, by layer, keyed by its ids. The last token, which no pass has read,
-    has the state 0. layers: the layers to keep. room: bytes; texts that do not fit are not kept.
+    has the state 0. layers: the layers to keep. room: bytes; after the first text that does not fit, none is kept.
     """
 
     def __init__(self, layers: Sequence[int], room: int) -> None:
-        self.reads, self.room = tuple(layers), room
+        self.reads, self.room = tuple(layers), room  # no layers once the room is full
         self.records: dict[tuple[int, ...], Record] = {}
         self.slots: dict[int, tuple[list[int], list[Tensor]]] = {}  # a text, which the engine extends, and its states
 
@@ -33,29 +33,34 @@ class SampledStates(Proposer):
         self.slots = {}
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        for slot, (prompt, row) in enumerate(zip(prompts, self._copied(states), strict=True), low):
+        for slot, (prompt, row) in enumerate(zip(prompts, self._copied(states), strict=False), low):
             self.slots[slot] = prompt, [row[: len(prompt) - 1]]
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         self.admit(low, prompts, states)
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        self.slots[target] = self.slots.pop(source)
+        if self.reads:
+            self.slots[target] = self.slots.pop(source)
 
     def commit(self, outcome: Outcome) -> None:
         for slot, row in enumerate(self._copied(outcome.states)):
             self.slots[slot][1].append(row)
 
     def move(self, source: int, target: int) -> None:
+        if not self.reads:
+            return
         text, parts = self.slots.pop(target)
         whole = pad(torch.cat(parts), (0, 0, 0, 0, 0, 1))
         record = dict(zip(self.reads, whole.unbind(1), strict=True))
-        if nbytes(record) <= self.room:
-            self.room -= nbytes(record)
-            self.records[*text,] = record
+        if nbytes(record) > self.room:
+            self.reads, self.slots = (), {}
+            return
+        self.room -= nbytes(record)
+        self.records[*text,] = record
         if source != target:
             self.slots[target] = self.slots.pop(source)
 
-    def _copied(self, states: States) -> Tensor:
-        """Return a copy (A, n, L, D) of states (A, n, D) by layer, on the CPU."""
-        return torch.stack([states[layer] for layer in self.reads], 2).cpu()
+    def _copied(self, states: States) -> Sequence[Tensor]:
+        """Return a copy (A, n, L, D) of states (A, n, D) by layer, on the CPU; () without layers."""
+        return torch.stack([states[layer] for layer in self.reads], 2).cpu().unbind() if self.reads else ()
