@@ -37,7 +37,6 @@ from cotrain.config.settings import TeacherConfig
 from cotrain.rollout.training_texts import read_rows
 from cotrain.students.base import student_class
 from cotrain.teacher.server_states import load_ends, served_elsewhere
-from cotrain.teacher.servers import open_servers
 from cotrain.teacher.target_model import load_target, served
 from cotrain.training import job
 from cotrain.training.job import Job
@@ -148,7 +147,7 @@ def of_dtype(out: Path, python: str, target: str, kinds: list[str], count: int, 
     texts = [[*row["prompt"], *row["completion"]] for row in rows.take(count)]
     found = dict[str, Any]()
     for kind in kinds:
-        with tempfile.TemporaryDirectory() as place, open_servers():
+        with tempfile.TemporaryDirectory() as place:
             serve = (python, target, kind, Path(place) / "states", Path(place) / "log", PORT, dtype)
             with vllm(*serve) as url:
                 found[kind] = {"states": compared({"server": [url]}, target, kind, texts, dtype)}
@@ -225,7 +224,6 @@ def main() -> None:
                 if not found:
                     second = stack.enter_context(vllm(*serve, folder / f"{kind} 2.log", PORT + 1))
                     servers["two servers"] = [url, second]
-                stack.enter_context(open_servers())  # a training closes them at its end
                 states = compared(servers, asked.target, kind, texts)
             two = trained(folder / f"{kind} here", folder / "texts", *common)
             found[kind] = {"states": states, "server": one, "process": two}

@@ -26,19 +26,21 @@ LONGEST_DOWN = 640.0
 REJECTED = (400, 401, 403, 404, 413, 422)  # answers that asking again does not change
 APART = 0.1  # of the states' mean size: more than kernels and dtypes explain
 TRIES = 3  # of a text whose states came back wrong
-closed = threading.Event()  # set when no request of the present run is repeated any more
+closed = threading.Event()  # set when no request of the present run is repeated any more; outside of runs, never
 
 
 @contextmanager
 def open_servers() -> Iterator[None]:
-    """Let requests be repeated until the block ends. Afterwards threads that wait for a server give up, so that the
-    process can end."""
+    """Let requests of `Servers` that are made in the block be repeated until it ends. Afterwards threads that wait for
+    a server give up, so that the process can end."""
     global closed
-    closed = ends = threading.Event()  # those of a run before stay closed
+    before, closed = closed, threading.Event()
+    ends = closed
     try:
         yield
     finally:
         ends.set()
+        closed = before
 
 
 class Servers:

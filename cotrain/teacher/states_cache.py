@@ -114,8 +114,8 @@ class MemoryCache:
         source: Tensor | None = None,
         length: Tensor | None = None,
     ) -> Record:
-        """Return the states of texts, (B, T, D) each, keyed by layer; without the columns that are padding in every
-        text, if all are stored. They are read from the target if not all texts of the batch are stored.
+        """Return the states of texts, (B, T, D) each, keyed by layer. They are read from the target if not all texts of
+        the batch are stored.
 
         ids (B, T): token ids. keys (B,): the number of each text, which must stand for the same ids and the same
         encoder input in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target
@@ -149,7 +149,12 @@ class MemoryCache:
             self.waited += time.perf_counter() - clock if early else 0.0
             self._store(names, record, length)
             return record
-        return stacked([self.records[name] for name in names], ids.device)
+        record = stacked([self.records[name] for name in names], ids.device)
+        T = ids.shape[1]  # the columns that are padding in every text are not stored
+        return {
+            part: states if part == ENCODER else pad(states, (0, 0, 0, T - states.shape[1]))
+            for part, states in record.items()
+        }
 
     def _store(self, names: list[tuple[int, Width]], record: Record, length: Tensor | None) -> None:
         """Store the states of each text, without columns that are padding. length (B,): tokens of each, or None."""

@@ -1,11 +1,13 @@
 """What was read of the target is remembered by text, until the room is full."""
 
+import pytest
 import torch
 from torch import Tensor
 
+from cotrain.data.texts import COLUMNS
 from cotrain.students.base import LAST
 from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_model import Record
+from cotrain.teacher.target_model import ENCODER, Record
 from tests import standin
 
 
@@ -98,3 +100,34 @@ def test_records_rest_in_main_memory() -> None:
         teacher.fill(texts, keys)
         assert teacher(texts.to("cuda"), keys)[LAST].device.type == "cuda"
         assert {part.device.type for record in teacher.records.values() for part in record.values()} == {"cpu"}
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["with lengths", "without"])
+@pytest.mark.parametrize("way", ["fill", "add", "call"])
+def test_stored_states_have_a_column_for_each_token_and_use_no_memory_for_padding(way: str, given: bool) -> None:
+    """Joint training asks for the states of the original target without lengths."""
+    width = 3 * COLUMNS
+    ids, keys, length = torch.arange(1, 1 + 2 * width).view(2, width), torch.arange(2), torch.tensor([5, COLUMNS + 1])
+    asked: list[Tensor] = []
+
+    def read(ids: Tensor, *_: object) -> Record:
+        asked.append(ids)
+        return {LAST: ids.unsqueeze(-1).float(), ENCODER: torch.ones(2, 7, 3)}
+
+    teacher = MemoryCache(read, limit=10**6)
+    if way == "fill":
+        teacher.fill(ids, keys, length=length)
+    elif way == "add":
+        whole = {
+            (*row[:size].tolist(),): {LAST: row[:size, None].float()} for row, size in zip(ids, length, strict=True)
+        }
+        teacher.add(whole, ids, keys, length)
+    else:
+        teacher(ids, keys, length=length)
+    record = teacher(ids, keys, length=length if given else None)
+    assert record[LAST].shape == (2, width, 1) and len(asked) == (way != "add")
+    for row, size in enumerate(length):
+        assert torch.equal(record[LAST][row, :size, 0], ids[row, :size].float())
+    assert way == "add" or record[ENCODER].shape == (2, 7, 3)
+    stored = [len(texts[LAST]) for texts in teacher.records.values()]
+    assert stored == [COLUMNS, 2 * COLUMNS]

@@ -277,6 +277,10 @@ def test_requests_to_a_server_that_closes_connections_end(
                 time.sleep(0.01)
         with servers.open_servers():  # of a next run in this process
             reading.result()
+    monkeypatch.setattr(servers, "PAUSE", 0.01)
+    server.faults = ["closes"]
+    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    assert read(IDS)[LAST].shape[:2] == IDS.shape  # after a run, requests are repeated too
 
 
 def test_the_servers_own_probabilities_are_compared(

@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
 from inference.drafts.moved_target import MOVED, movement_of, said
+from inference.models import pretrained
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import tokenizer
@@ -288,6 +290,14 @@ class Made(NamedTuple):
     folder: Path
     chosen: list[str]
     compared: list[list[str]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulates() -> Iterator[None]:
+    """As a CPU without instructions for bfloat16: texts and divergences do not depend on the rows of a batch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrained, "emulated", lambda dtype: dtype == torch.bfloat16)
+        yield
 
 
 @pytest.fixture(scope="module")
