@@ -138,10 +138,6 @@ def test_layers_are_those_of_transformers_live_and_from_both_caches(tmp_path: Pa
     few = MemoryCache(live, 2 * 3 * 9 * 16 * 8)  # of two texts, three layers each
     few(ROWS, torch.arange(3))
     assert len(few.records) == 2
-    short, lengths, rows = MemoryCache(live, 2 * 3 * 32 * 16 * 8), torch.tensor([3, 32, 40]), ROWS.repeat(1, 5)[:, :40]
-    whole = short(rows, torch.arange(3), length=lengths)  # to column 32 of two texts
-    again = short(rows[:2], torch.arange(2), length=lengths[:2])
-    assert len(short.records) == 2 and all(torch.equal(again[part], whole[part][:2, :32]) for part in whole)
     with pytest.raises(ValueError, match=r"states of layers \[3\]: its layers are 0 \(embeddings\) to 2"):
         served(tiny(layers=3), layers=(1, 3))
 
