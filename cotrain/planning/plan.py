@@ -21,7 +21,8 @@ from inference.drafts.draft_folder import PlannedTree
 from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
 from inference.models import packing
-from inference.models.pretrained import cast, widened
+from inference.models.packing import widened_draft
+from inference.models.pretrained import cast
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
 from inference.source import SourcedText
@@ -76,9 +77,9 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """Return the served draft as this machine runs it. It is converted to float32 if the CPU would emulate its
-        dtype, unless a kernel reads bfloat16 rounded to 8 bits."""
-        return self.served if self.int8 and not packing.widens() else widened(self.served, copied=True)
+        """Return the served draft as this machine runs it. It is converted to float32 if `kernels.cpp` serves it or the
+        CPU would emulate its dtype, unless torch's kernel reads bfloat16 rounded to 8 bits."""
+        return self.served if self.int8 and not packing.serves(self.served) else widened_draft(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
         """Return a copy of the plan for `rows` texts decoded at once, with the same served draft."""

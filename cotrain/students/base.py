@@ -180,7 +180,7 @@ class Student(Protocol):
     @classmethod
     def takes_int8(cls, network: PreTrainedModel) -> bool:
         """Return whether `proposer(int8=True)` works for the network on this machine."""
-        return takes_int8(network) and not packing.widens()  # which reads 16 bits as fast
+        return takes_int8(network) and not packing.serves(network)  # which reads 16 bits as fast
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Measure settings on the prompts of `trials`, and return them as entries of the network's config, by name; {}

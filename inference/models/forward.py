@@ -23,12 +23,11 @@ from inference.verify.tree import MOST_NODES
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
 FORMS = ("kinds", "near", "one")
 Origin = tuple[list[tuple[int, int]], bytes]
-SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 
 def most_ids(window: Window) -> int:
     """Return the largest number of ids per row for which a pass over this window may be compiled or recorded."""
-    return SHORT if window.branches is None else MOST_NODES + 1
+    return llama.SHORT if window.branches is None else MOST_NODES + 1
 
 
 class Forward(Protocol):
@@ -169,7 +168,8 @@ class Lean:
         cos, sin = self.rotation(window)
         if self.flat is not None and ids.shape[1] <= most_ids(window):
             last = len(self.cache.stores) if stored or LAST in layers else max(layers, default=0)
-            x, flat = F.embedding(ids, self.weights.embedding), self.flat[: llama.PARTS * last] + self.flat[-1:]
+            x = F.embedding(ids, self.weights.embedding).to(self.dtype)
+            flat = self.flat[: llama.PARTS * last] + self.flat[-1:]
             self.cache.allocate(self.shape.groups, self.shape.size, x)
             stores, where = self.cache.stores[:last], (window.slots, self.mask(window), window.limit, window.low)
             held = [store.keys for store in stores], [store.values for store in stores]
@@ -179,6 +179,11 @@ class Lean:
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the states."""
+        return self.weights.norm.dtype
 
     def _read_weights(self) -> None:
         change = llama.int8 if self.int8 else llama.packed if self.packs else None
@@ -191,7 +196,7 @@ class Lean:
 
     def _compute_angles(self) -> None:
         with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
-            cos, sin = llama.angles(self.model, self.cache.slots)
+            cos, sin = llama.angles(self.model, self.cache.slots, self.weights.norm)
             self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
@@ -249,7 +254,7 @@ def attention(mask: Tensor | None, shape: llama.ModelShape) -> llama.Attend:
     """
     if mask is not None and mask.device.type != "cpu":
         return partial(llama.folded, mask=llama.folded_mask(mask, shape.heads // shape.groups), scale=shape.scale)
-    if mask is None or mask.shape[2] > SHORT:
+    if mask is None or mask.shape[2] > llama.SHORT:
         return partial(llama.flash, mask=mask, shape=shape)
     return partial(llama.batched, mask=llama.grouped(mask, shape), shape=shape)
 

@@ -762,7 +762,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
   auto pass = [&](const at::Tensor& x, const at::Tensor& some, const at::Tensor& positions, const at::Tensor& column) {
     const int64_t A = some.size(0), n = some.size(1);
     auto angles = [&](const at::Tensor& of) { return of.index_select(0, positions.flatten()).view({A, n, 1, size}); };
-    auto embedded = embedding.index_select(0, some.flatten()).view({A, n, -1});
+    auto embedded = embedding.index_select(0, some.flatten()).to(at::kFloat).view({A, n, -1});
     auto mask = x.new_zeros({A, 1, n, read});
     mask.masked_fill_(slots > positions.view({A, 1, n, 1}), std::numeric_limits<float>::lowest());
     auto states = layers(x, embedded, its_norm, weights, keys, values, angles(cos), angles(sin), positions, mask, read, 0, heads,

@@ -27,7 +27,7 @@ from inference.models import packing
 from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
-from inference.models.pretrained import TIED, sliding_window
+from inference.models.pretrained import TIED, emulated, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread_logits
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -37,6 +37,7 @@ ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a t
 INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
+SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 PARTS = 12  # tensors that `of_kernel` returns for each layer
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -52,11 +53,13 @@ class Linear(NamedTuple):
     weight: Tensor
     bias: Tensor | None
     scale: Tensor | None = None
-    packed: packing.Product | None = None
+    packed: packing.Widened | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
+        if self.packed is not None and (self.weight.dtype not in packing.NARROW or x.shape[-2] <= SHORT):
             return self.packed(x)
+        if self.packed is not None:  # of many ids, by the CPU's own instructions
+            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
         flat = torch._weight_int8pack_mm(packing.owned(x.reshape(-1, x.shape[-1])), self.weight, self.scale)
@@ -139,7 +142,7 @@ def states_of(
     `batched` or `folded`, from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and
     values. The last layer then stops after storing them if its states are not needed. weights, shape: of the model.
     """
-    x, states = F.embedding(ids, weights.embedding), {}
+    x, states = F.embedding(ids, weights.embedding).to(weights.norm.dtype), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
     for i, w in enumerate(weights.layers if stored else weights.layers[:needed]):
         if i in layers:
@@ -166,7 +169,7 @@ def of_kernel(layers: Sequence[Layer], norm: Tensor) -> list[Tensor] | None:
     none, flat = torch.empty(0), []
     for w in layers:
         products = [w.qkv.packed, w.out.packed, w.gate_up.packed, w.down.packed]
-        if not all(isinstance(product, packing.Widened) for product in products):
+        if not all(products):
             return None
         qkv, out, gate_up, down = ((product.weight, product.bias) for product in cast(list[packing.Widened], products))
         norms = [none if norm is None else norm for norm in (w.q_norm, w.k_norm)]
@@ -286,11 +289,10 @@ def folded_mask(mask: Tensor, heads: int) -> Tensor:
     return wide.flatten(1, 2).unsqueeze(1)[..., :L]
 
 
-def angles(model: PreTrainedModel, slots: int) -> tuple[Tensor, Tensor]:
+def angles(model: PreTrainedModel, slots: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin (slots, D) of the rotary angles at positions 0 to slots - 1, from the model's own rotary
-    module. `sin` already has the signs that a rotation by `roll` needs."""
+    module, in the dtype of `like`. `sin` already has the signs that a rotation by `roll` needs."""
     body: Any = model.base_model
-    like = torch.empty((), dtype=model.dtype, device=model.device)
     cos, sin = body.rotary_emb(like, torch.arange(slots, device=model.device)[None])
     half = sin.shape[-1] // 2
     return cos[0], torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1)
@@ -427,7 +429,7 @@ def has_kernel(model: PreTrainedModel) -> bool:
     the end of a row. Only bfloat16 layers are rounded, so other layers do not count. Where the CPU would emulate
     bfloat16, packed copies are rounded instead (`packing.Widened`), if the model is small enough for them."""
     fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
-    fits = fits and (packing.is_small(model) or not packing.widens())
+    fits = fits and (packing.is_small(model) or not emulated(torch.bfloat16))
     return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
 
 
@@ -512,7 +514,7 @@ class PackedLinear(nn.Module):
     """A linear layer that multiplies by a packed copy of its weight, in the order in which a CPU kernel reads it
     (`packing`). x (..., in) -> (..., out)."""
 
-    def __init__(self, product: packing.Product) -> None:
+    def __init__(self, product: packing.Widened) -> None:
         super().__init__()
         self.product = product
 
@@ -562,8 +564,17 @@ def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.L
 
 
 def packed(weights: Weights) -> Weights:
-    """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections."""
-    return _each(weights, _packed)
+    """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections. The norms
+    are in float32, as the states between packed projections are."""
+    copied = _each(weights, _packed)
+    if not are_packed(copied):
+        return weights
+    norms = ("first", "second", "q_norm", "k_norm")
+    layers = [
+        layer._replace(**{name: part.float() for name in norms if (part := getattr(layer, name)) is not None})
+        for layer in copied.layers
+    ]
+    return copied._replace(layers=layers, norm=copied.norm.float())
 
 
 def _packed(linear: Linear, int8: bool = False) -> Linear:

@@ -95,7 +95,7 @@ class LM:
             copies = isinstance(self.run, Lean) and (int8 or self.run.packs)
             self.stamp = Stamp(model, addresses=lean, values=copies)
         self.check = SelfCheck(model, self.context, lean)
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = model.device, self.run.dtype if isinstance(self.run, Lean) else model.dtype
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as the longest pass had ids a row
         dtype = str(model.dtype).removeprefix("torch.")

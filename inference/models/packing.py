@@ -1,16 +1,15 @@
 """Second copies of weights, in the order in which the kernels of a CPU read them.
 
-For a weight in torch's own order, a kernel rearranges it at every call. Two kernels accept weights that are already
-rearranged:
-
-- oneDNN's, for models in bfloat16 on a CPU with instructions for it.
-- those of `kernels.cpp`, for models in float32 on a CPU that would emulate bfloat16, if bfloat16 or float16 represents
-  their weights, as one does for nearly every checkpoint, or if they are rounded to 8 bits. The kernels widen each
-  weight and compute in float32, so a pass differs from the float32 model only in the order of sums. It reads half of
-  the bytes or a quarter, and a few ids take little more time than one (`docs/measurements/smollm2.md`). They are
-  compiled once per machine, by the C++ compiler that torch.compile uses too.
+For a weight in torch's own order, a kernel rearranges it at every call. Those of `kernels.cpp` read weights that are
+already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
+rounded to 8 bits. They widen each weight and compute in float32, so a pass differs from the float32 model only in the
+order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
+(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, too, they need less than half of the time
+that oneDNN's products in bfloat16 take for one id, and no more for 64. The kernels are compiled once per machine, by
+the C++ compiler that torch.compile uses too.
 """
 
+import copy
 import functools
 import hashlib
 import os
@@ -21,17 +20,15 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
-from inference.models.pretrained import emulated
+from inference.models.pretrained import cast, weights_quantisation, widened
 
 LARGEST = 2**30  # bytes of copies: larger models are not stored twice
-ROWS = 32  # ids of a pass for which oneDNN chooses the order; other numbers work as well
 CHUNK = 4096  # rows of a weight that are compared at once
 ALIGNED = 64  # bytes that a kernel reads at once
 NARROW = (torch.bfloat16, torch.float16)  # in which weights are stored
@@ -51,33 +48,10 @@ def owned(tensor: Tensor) -> Tensor:
     return tensor if torch.compiler.is_compiling() or not tensor.data_ptr() % ALIGNED else tensor.clone()
 
 
-class Product(Protocol):
-    """Multiplies by a weight (out, in) and adds a bias (out,) or None. width: bytes of each number in the weight's
-    second copy."""
-
-    width: int
-
-    def __call__(self, x: Tensor, /) -> Tensor:
-        """Return the product (..., out) for x (..., in)."""
-
-
-class InBfloat16:
-    """A `Product` in bfloat16. The copy of the weight is in oneDNN's order. weight (out, in). bias (out,), or None."""
-
-    width = 2
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(owned(weight), ROWS)
-        self.bias = bias
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(owned(x), self.weight, self.bias, "none", [], "")
-        return product
-
-
 class Widened:
-    """A `Product` in float32 by `kernels.cpp`. weight (out, in), in bfloat16, float16 or int8. bias (out,) in float32,
-    or None. scale (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r]."""
+    """Multiplies in float32 by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`. weight: in
+    bfloat16, float16 or int8. scale (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r].
+    width: bytes of each number in the weight's second copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.width = weight.itemsize
@@ -85,10 +59,11 @@ class Widened:
             self.weight: Tensor = torch.ops.inference.packed(
                 weight.contiguous(), torch.empty(0) if scale is None else scale
             )
-            self.bias = torch.empty(0) if bias is None else bias.clone()
+            self.bias = torch.empty(0) if bias is None else bias.to(torch.float32, copy=True)
         self.outputs = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the product (..., out) for x (..., in)."""
         product: Tensor = torch.ops.inference.product(x, self.weight, self.bias, self.outputs)
         return product
 
@@ -129,10 +104,12 @@ def compiler() -> str:
     return os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or "g++"
 
 
-def widens() -> bool:
-    """Return whether drafts in bfloat16 are served in float32 by `kernels.cpp`, not by torch's kernel for 8 bits: where
-    the CPU would emulate bfloat16."""
-    return emulated(torch.bfloat16) and has_kernels()
+def widened_draft(network: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
+    """Cast a draft's network to float32, in place, if `kernels.cpp` serves it, or if it is on a CPU that would emulate
+    its dtype. Return the network. copied: whether to cast and return a copy instead."""
+    if widens(network):
+        return cast(copy.deepcopy(network) if copied else network, torch.float32)
+    return widened(network, copied)
 
 
 def _compile(command: Sequence[str], library: Path) -> None:
@@ -158,12 +135,18 @@ def _processor() -> str:
 
 def can_pack(model: PreTrainedModel) -> bool:
     """Return whether the projections of a model are to be packed: it must be on a CPU, small enough to be stored twice,
-    and in bfloat16 where that is fast or in float32 where bfloat16 is not."""
-    if model.device.type != "cpu" or not is_small(model):
-        return False
-    if model.dtype == torch.bfloat16:  # on AVX2 oneDNN raises
-        return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and not emulated(torch.bfloat16)
-    return model.dtype == torch.float32 and emulated(torch.bfloat16)
+    and in float32 or half precision."""
+    return model.device.type == "cpu" and is_small(model) and model.dtype in (*NARROW, torch.float32)
+
+
+def serves(model: PreTrainedModel) -> bool:
+    """Return whether `kernels.cpp` serves a model whose weights it can represent."""
+    return can_pack(model) and has_kernels()
+
+
+def widens(model: PreTrainedModel) -> bool:
+    """Return whether a model in half precision is served in float32, by `kernels.cpp`."""
+    return model.dtype in NARROW and not weights_quantisation(model.config) and serves(model)
 
 
 def is_small(model: PreTrainedModel) -> bool:
@@ -171,12 +154,10 @@ def is_small(model: PreTrainedModel) -> bool:
     return 2 * sum(p.numel() for p in model.parameters()) <= LARGEST
 
 
-def pack(weight: Tensor, bias: Tensor | None) -> Product | None:
+def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:
     """Return an object that multiplies by a packed copy of the weight (out, in) and adds the bias (out,), None for no
     bias. Return None if the copy could not represent the weight's numbers, or has no kernel here."""
-    if weight.dtype == torch.bfloat16:
-        return InBfloat16(weight, bias)
     for dtype in NARROW:
-        if all(torch.equal(rows, rows.to(dtype).float()) for rows in weight.split(CHUNK)):
+        if weight.dtype == dtype or all(torch.equal(rows, rows.to(dtype).float()) for rows in weight.split(CHUNK)):
             return Widened(weight.to(dtype), bias) if has_kernels() else None
     return None

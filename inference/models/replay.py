@@ -21,17 +21,16 @@ import shlex
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import config, cpp_builder
+from torch._inductor import cpp_builder
 from transformers import PreTrainedModel
 
-from inference.models import packing
-from inference.models.forward import SHORT
+from inference.models.llama import SHORT
 
 WARMUP = 3  # runs before a recording, in which libraries choose their kernels
 MOST = 256  # graphs of one `Recorded`; before one more is recorded, all are dropped
@@ -95,7 +94,6 @@ class Replay:
 
     replays = False  # whether functions are compiled or recorded at all
     fixed = False  # whether sizes must be few, because each has a recording
-    freezes = False  # whether weights become constants
     failed = False
     origin: Any = None  # of the weights that compiled functions are made from
 
@@ -432,11 +430,6 @@ class Compiled(Replay):
     def drop(self) -> None:
         self.graphs: set[Hashable] = set()  # those that have run: their sizes are marked
 
-    @property
-    def freezes(self) -> bool:  # type: ignore[override]
-        """Return whether the compiler packs the weights itself. It does so only for bfloat16."""
-        return not self.int8 and self.model.dtype == torch.bfloat16 and packing.can_pack(self.model)
-
     def run(self, asked: Asked) -> Any:
         # one stride for each shape
         parts = {part: value.reshape(-1).view(value.shape) for part, value in asked.inputs.items()} | dict(asked.reads)
@@ -464,8 +457,7 @@ class Compiled(Replay):
                 if tensor.shape[DYNAMIC[part]] > 1:  # a size of one has a graph of its own
                     torch._dynamo.maybe_mark_dynamic(tensor, DYNAMIC[part])
         self.graphs.add(key)
-        with config.patch(freezing=True) if self.freezes else nullcontext():
-            return module(**parts)
+        return module(**parts)
 
     def compiled(self, name: Hashable, make: Make) -> Any:
         """Return the compiled module with this name. If there is none for the present weights, compile what make()

@@ -15,10 +15,12 @@ States of layers and trees of drafts are compared in the same way when an engine
 B = 2 rows, T ids per row, N nodes of a tree, V vocabulary, W width.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,13 +28,16 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 
+from inference.models import packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import checksum
 from inference.models.encoder_decoder import EncoderDecoder, any_source, own_inputs
 from inference.models.forward import FORMS, Forward, Lean, Stock
+from inference.models.llama import SHORT
 from inference.models.passes import ALONE, LAST, Layers, Pass
 from inference.models.pretrained import (
     biased_by_slots,
+    cast,
     layers_of,
     own_logits,
     sliding_window,
@@ -104,7 +109,7 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
     per model."""
 
     def check() -> CheckResult:
-        return Probe(model, context).logits(lambda cache: Lean(model, cache))
+        return Probe(reference(model), context).logits(lambda cache: Lean(model, cache))
 
     result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
     if not result.agrees:
@@ -114,6 +119,12 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
         )
         warnings.warn(message, Disagreement, stacklevel=2)
     return result.agrees
+
+
+def reference(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model whose own forward `Lean` must agree with: a copy in float32 if packed weights are read in half
+    precision and all else is computed in float32, else the model itself."""
+    return cast(copy.deepcopy(model), torch.float32) if packing.widens(model) else model
 
 
 def form_of(model: PreTrainedModel, context: int) -> str:
@@ -176,7 +187,7 @@ class SelfCheck:
         def check() -> CheckResult:
             form = "" if self.lean else form_of(model, context)
             with narrow(model.config.get_text_config(), context):
-                probe = Probe(model, context)
+                probe = Probe(reference(model) if self.lean else model, context)
                 return compare(probe, lambda c: Lean(model, c) if self.lean else probe.stock(c, form))
 
         result: CheckResult = _once(model, (f"{feature} {self.lean}", context), check)
@@ -291,12 +302,15 @@ class Probe:
         begin = T - LATER
         try:
             forward = make(cache)
-            first = Window(0, 1, torch.arange(begin, device=ids.device)[None], 0, begin)
-            second = Window(0, 1, torch.arange(begin, T, device=ids.device)[None], begin, T)
-            cache.aim(first)
-            with torch.no_grad():
-                forward.store(ids[:, :begin], first)
-            ours = self._pass(forward, cache, ids[:, begin:], second).logits[0]
+            # long passes are in half precision where short ones are not
+            at_once = SHORT if isinstance(forward, Lean) and forward.dtype != forward.model.dtype else begin
+            for low, high in pairwise((*range(0, begin, at_once), begin)):
+                window = Window(0, 1, torch.arange(low, high, device=ids.device)[None], low, high)
+                cache.aim(window)
+                with torch.no_grad():
+                    forward.store(ids[:, low:high], window)
+            last = Window(0, 1, torch.arange(begin, T, device=ids.device)[None], begin, T)
+            ours = self._pass(forward, cache, ids[:, begin:], last).logits[0]
         except Exception as error:
             return CheckResult(0.0, 0.0, f"late in a text its forward raises {_first_line(error)}", late=True)
         return self._compared([ours], own(), own, f"logits after {T} ids")._replace(late=True)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import SlotCache, Window, move_path
 from inference.models.forward import (
-    SHORT,
     Lean,
     additive,
     attention,
@@ -25,6 +24,7 @@ from inference.models.forward import (
     seen_from,
     seen_on_paths,
 )
+from inference.models.llama import SHORT
 from inference.models.markov import Term
 from inference.models.passes import LAST, Branches, Layers, Pass
 from inference.models.replay import Inputs, Replay, replay_of
@@ -339,7 +339,7 @@ class Replayed(Lean):
         return True
 
     def _step(self, layers: Layers, head: bool) -> Step:
-        return Step(llama.weights_of(self.model) if self.replay.freezes else self.weights, self.shape, layers, head)
+        return Step(self.weights, self.shape, layers, head)
 
     def _reads(self, limit: int) -> dict[str, Any]:
         """Return the tensors that passes read in place, by name: the angles of all positions, the slots to read, keys

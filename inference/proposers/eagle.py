@@ -31,10 +31,10 @@ from inference.drafts.published import LAYER_IDS
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, changes
-from inference.models.forward import SHORT, additive, attention, most_ids, origin_of, picked_columns, visible
+from inference.models.forward import additive, attention, most_ids, origin_of, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import LAST, States
-from inference.models.pretrained import layers_of, widened
+from inference.models.pretrained import layers_of
 from inference.models.replay import Replay, replay_of
 from inference.models.small_heads import fill, projection, refuse_ids, spread_logits, spread_probs
 from inference.models.step import Drafts, Nodes, behind, by_round, one_by_one
@@ -423,7 +423,7 @@ class EagleDrafting(nn.Module):
         ids, features, pairs, only = (given[name] for name in ("lacking", "features", "pairs", "only"))
         slots, limit = self.slots(given), given["slots"].shape[0]
         own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
-        fast = own and self.chains and ids.shape[1] <= SHORT and not round.decides
+        fast = own and self.chains and ids.shape[1] <= llama.SHORT and not round.decides
         if fast and (simple := round.pure(K, self.greedy, simple=True, nucleus=True)):
             u, temperature, likeliest = simple.tensors["u"], simple.tensors["temperature"], simple.key
             none = temperature[:0]
@@ -460,7 +460,7 @@ class EagleDrafting(nn.Module):
         """Return whether one operator of `kernels.cpp` can draft a chain."""
         head, whole = self.network.lm_head, self.vocabulary >= self.network.config.vocab_size
         plain = type(self.embedding) is nn.Embedding and not llama.hooked(self.embedding)
-        plain = plain and self.embedding.max_norm is None and self.embedding.weight.dtype == torch.float32
+        plain = plain and self.embedding.max_norm is None
         packed = isinstance(head, llama.PackedLinear) and isinstance(head.product, packing.Widened)
         return self.flat is not None and packed and plain and whole
 
@@ -540,7 +540,7 @@ class Eagle(Proposer):
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.int8 and llama.has_kernel(draft)
-        network = draft if int8 and not packing.widens() else cast(EagleNetwork, widened(draft))
+        network = cast(EagleNetwork, packing.widened_draft(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
     @classmethod
@@ -562,13 +562,12 @@ class Eagle(Proposer):
         held = self.network.dtype if device.type == "cuda" else torch.promote_types(self.network.dtype, torch.float32)
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
-            packs, wide = packing.can_pack(self.network), self.network.dtype == torch.float32
-            self.int8 = self.int8 and (not wide or packs and packing.has_kernels())
-            one_layer = packs and wide and isinstance(self.network, EagleNetwork)
+            packs = packing.can_pack(self.network) and self.network.dtype == torch.float32
+            self.int8 = self.int8 and (self.network.dtype != torch.float32 or packs and packing.has_kernels())
             # first, since it moves weights, which are stamped and shared after it
-            flat = self.network.of_kernel(self.int8) if one_layer else None
-            self.served = self._copied(packs and wide)
-            copies = self.served is not self.network or (packs and not wide)  # the compiler packs bfloat16
+            flat = self.network.of_kernel(self.int8) if packs and isinstance(self.network, EagleNetwork) else None
+            self.served = self._copied(packs)
+            copies = self.served is not self.network
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
             self.shape = llama.ModelShape(
@@ -666,7 +665,7 @@ class Eagle(Proposer):
         if shape:
             longest, wanted = min(longest, shape.depth), min(wanted, shape.depth)
         assert self.host is not None
-        short = max(lacking) <= (self.longest + 1 if self.replay.fixed else SHORT)
+        short = max(lacking) <= (self.longest + 1 if self.replay.fixed else llama.SHORT)
         replay = self.replay if short and self.replay.takes(len(k), self.host.rows) else self.plain
         width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
         given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))

@@ -79,7 +79,7 @@ class Independent(Proposer):
         FileNotFoundError if the folder does not exist, and ValueError if its files or weights are damaged or if the
         network or tokenizer does not fit the target."""
         draft = cls.load_network(folder, arguments)
-        int8 = arguments.int8 and takes_int8(draft) and not packing.widens()  # which reads 16 bits as fast
+        int8 = arguments.int8 and takes_int8(draft) and not packing.serves(draft)  # which reads 16 bits as fast
         network = draft if int8 else widened(draft)
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
