@@ -14,8 +14,8 @@ LATE, NEW, V = 512, 340, 16  # positions of the model, tokens that reach past th
 def angles_modulo_256(patch: pytest.MonkeyPatch) -> None:
     plain = llama.angles
 
-    def wrapped(model: Any, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = plain(model, slots)
+    def wrapped(model: Any, slots: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = plain(model, slots, like)
         at = torch.arange(slots) % 256
         return cos[at], sin[at]
 
@@ -35,8 +35,8 @@ def a_cache_that_forgets_past_300(patch: pytest.MonkeyPatch) -> None:
 def rope_scaling_left_out(patch: pytest.MonkeyPatch) -> None:
     plain = llama.angles
 
-    def unscaled(model: Any, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = plain(model, slots)
+    def unscaled(model: Any, slots: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = plain(model, slots, like)
         half = cos.shape[-1] // 2
         inverse = 10_000.0 ** -(torch.arange(half) / half)
         round = (torch.arange(slots)[:, None] * inverse).repeat(1, 2)

@@ -58,7 +58,7 @@ def verdict_of(target, proposer, sampling=Sampling(), rule="token", **settings):
 
 def verifying(window):
     """A pass over a round's drafts: of several ids, but no prompt."""
-    return 1 < window.positions.shape[1] <= forward.SHORT and window.start != 0
+    return 1 < window.positions.shape[1] <= llama.SHORT and window.start != 0
 
 
 @pytest.mark.parametrize(

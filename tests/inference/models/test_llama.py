@@ -62,18 +62,6 @@ def build(family: str, settings: dict[str, Any], dtype: torch.dtype = torch.floa
     return model.to(dtype).eval()
 
 
-class Packed:
-    """A product with a copy of a weight, of every dtype and on every CPU."""
-
-    width = 2
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self.bias = weight.clone(), bias
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
 def passes(lm: LM) -> torch.Tensor:
     """Logits of a prompt pass, a ragged pass, a pass of one id and an even pass over slots above 0."""
     ids = torch.arange(3 * 9).view(3, 9) % 32

@@ -45,12 +45,6 @@ FEATURES: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def emulates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a CPU without instructions for bfloat16."""
-    monkeypatch.setattr(packing, "emulated", lambda dtype: dtype == torch.bfloat16)
-
-
 def halved(model: nn.Module) -> Any:
     """The model in float32 with the weights of a checkpoint in bfloat16."""
     return model.to(torch.bfloat16).to(torch.float32)
@@ -117,13 +111,11 @@ def test_which_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = halved(build("Llama", WIDE))
     count = sum(p.numel() for p in model.parameters())
     assert can_pack(model) and not can_pack(copy.deepcopy(model).double())
-    assert not can_pack(copy.deepcopy(model).bfloat16()) and not can_pack(copy.deepcopy(model).to("meta"))
+    assert can_pack(copy.deepcopy(model).bfloat16()) and not can_pack(copy.deepcopy(model).to("meta"))
     for largest, fits in ((2 * count, True), (2 * count - 1, False)):  # bytes of copies, not of the model
         with monkeypatch.context() as patch:
             patch.setattr(packing, "LARGEST", largest)
             assert can_pack(model) is fits
-    monkeypatch.setattr(packing, "emulated", lambda dtype: False)
-    assert not can_pack(model)
 
 
 @needs_kernels
@@ -140,6 +132,28 @@ def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any])
     assert all(linear.packed is not None for linear in (weights.head, weights.layers[0].qkv, weights.layers[1].gate_up))
     assert weights.layers[1].down.packed is None
     torch.testing.assert_close(passes(lm), passes(LM(model, 3, stock=True)), rtol=1e-4, atol=1e-4)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "settings"), [("Qwen2", BIASED), ("Qwen3", WIDE | {"tie_word_embeddings": True})])
+def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
+    family: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """A prompt of many ids is read in half precision; passes of few ids after a prompt of few differ by nothing but the
+    order of sums, and so do their states."""
+    model = build(family, settings, dtype)
+    lm, wide = LM(model, 3), LM(build(family, settings, dtype).float(), 3, stock=True)
+    assert lm.dtype == torch.float32 and lm.weights == str(dtype).removeprefix("torch.")
+    torch.testing.assert_close(passes(lm), passes(wide), rtol=1e-4, atol=1e-4)
+    ids, layers = torch.arange(60).view(3, 20) % 31, (0, 1, LAST)
+    with torch.inference_mode():
+        mine, theirs = (one.forward(ids, [0, 0, 0], states=layers) for one in (lm, wide))
+        for name, state in theirs.states.items():
+            apart = (mine.states[name] - state).abs().max() / state.abs().max()
+            assert mine.states[name].dtype == torch.float32 and float(apart) < 8 * torch.finfo(dtype).eps
+            assert name == 0 or float(apart) > 1e-5
+    assert {p.dtype for p in model.parameters()} == {dtype}
 
 
 @contextmanager
@@ -316,6 +330,7 @@ def test_drafts_over_states_in_float32_have_copies(
         (16, Sampling(0.7), {}, True),
         (16, Sampling(0.7), {"greedy": True}, True),
         (None, [Sampling(0.7), Sampling(1.3)], {"int8": True}, True),
+        (16, Sampling(0.7), {"target": torch.bfloat16}, True),
         (16, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {}, True),
         (16, Sampling(0.7, top_k=3), {}, False),
         (16, Sampling(0.7, top_p=0.6, min_p=0.1), {}, False),
@@ -331,6 +346,7 @@ def test_one_operator_drafts_a_chain(
     target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
     network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size))
     whole = {"policy": Uneven()} | settings
+    target.to(whole.pop("target", torch.float32))
     drafting = {name: whole.pop(name) for name in ("greedy", "int8") if name in whole}
     for fast in (True, False):
         if not fast:

@@ -31,14 +31,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, kernels: bool, avx512: bool, bf16: 
 def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """A CPU without such instructions, and one with them."""
     pretend(monkeypatch, kernels=not request.param, avx512=not request.param, bf16=not request.param)
-    monkeypatch.setattr(packing, "pack", lambda weight, bias: None)  # this machine may not be able to
+    monkeypatch.setattr(packing, "has_kernels", lambda: False)  # as without a compiler
     return bool(request.param)
-
-
-def test_bfloat16_is_not_packed_where_it_is_emulated(emulates: bool) -> None:
-    """But float32, whose weights the kernels read in bfloat16."""
-    assert packing.can_pack(network().bfloat16()) is not emulates
-    assert packing.can_pack(network()) is emulates
 
 
 def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,14 +82,27 @@ def test_a_draft_keeps_bfloat16_for_the_8_bit_kernel_alone(emulates: bool, int8:
     made_for = {"name": str(target), **hash_target(config, tokenizer())}
     metadata = Metadata(target=made_for, k=2, regime={"temperature": 1.0}, origin={}, int8=int8)
     folder = save(network(1).bfloat16(), tokenizer(), target.parent / "draft", metadata, {})
-    engine, rounds = load(folder), int8 and not packing.widens()  # which reads 16 bits as fast
-    assert packing.widens() is (emulates and packing.has_kernels())
+    engine = load(folder)
     proposer: Any = engine.proposer
-    assert proposer.model.dtype == (torch.float32 if emulates and not rounds else torch.bfloat16)
-    assert proposer.int8 is rounds
+    assert proposer.model.dtype == (torch.float32 if emulates and not int8 else torch.bfloat16)
+    assert proposer.int8 is int8
     assert len(engine.generate(["{"], max_new_tokens=4, sampling=Sampling(0.0)).tokens[0]) <= 4
     assert Independent(str(folder)).model.dtype == (torch.float32 if emulates else torch.bfloat16)
     assert load_draft(folder)[0].dtype == torch.bfloat16
+
+
+def test_a_draft_is_served_in_float32_where_kernels_read_it() -> None:
+    """Its numbers stay; a copy, if asked for one."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = network(1).to(dtype)
+        wide = packing.widened_draft(model, copied=True)
+        assert (model.dtype, wide.dtype) == (dtype, torch.float32 if packing.has_kernels() else dtype)
+        pairs = zip(model.parameters(), wide.parameters(), strict=True)
+        assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
+            torch.equal(a.float(), b.float()) for a, b in zip(model.parameters(), wide.parameters(), strict=True)
+        )
+        assert packing.widened_draft(model) is model and model.dtype == wide.dtype
+    assert packing.widened_draft(network().double()).dtype == torch.float64
 
 
 def test_what_is_measured_is_what_is_loaded(target: Path) -> None:

@@ -219,6 +219,15 @@ def test_faults_late_in_a_text_fail(dtype, fault, monkeypatch):
     assert agrees == (not fault) and bool(said) == bool(fault)
 
 
+def test_a_model_in_half_precision_is_compared_in_float32() -> None:
+    """As it is served: the rounding of its own forward neither excuses nor accuses."""
+    model = tiny(dtype=torch.bfloat16)
+    result = Probe(selfcheck.reference(model), 256).logits(lambda cache: Lean(model, cache))
+    assert result.allowed == selfcheck.FINE and result.agrees
+    assert Probe(model, 256).logits(lambda cache: Lean(model, cache)).difference > selfcheck.FINE
+    assert model.dtype == torch.bfloat16 and lean_agrees(model, 256)
+
+
 def test_a_model_of_inference_mode_still_runs_by_its_own_forward() -> None:
     with torch.inference_mode():
         model, ids = tiny(), torch.arange(1, 9)[None]
@@ -326,6 +335,7 @@ def logits(output: Pass, row: int) -> None:
 def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
     """Of logits, of the states of the first and the last layer, and of trees."""
     model = tiny(dtype=dtype)
+    own = selfcheck.reference(model)
     with torch.no_grad():
         for compare, change in (
             (Probe.logits, logits),
@@ -333,7 +343,7 @@ def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
             (Probe.states, first_states),
             (Probe.trees, logits),
         ):
-            assert compare(Probe(model, 256), lambda c: Lean(model, c)).agrees
+            assert compare(Probe(own, 256), lambda c: Lean(model, c)).agrees
             spoilt = wrong(row, change)
-            result = compare(Probe(model, 256), lambda c, spoilt=spoilt: spoilt(model, c))  # type: ignore[misc]
+            result = compare(Probe(own, 256), lambda c, spoilt=spoilt: spoilt(model, c))  # type: ignore[misc]
             assert not result.agrees, (compare.__name__, change.__name__)

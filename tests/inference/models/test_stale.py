@@ -17,17 +17,14 @@ from inference.proposers import Independent
 from inference.proposers.early_exit import EarlyExit
 from inference.proposers.quantised import Quantised
 from tests import standin
-from tests.inference.models.test_llama import WIDE, Packed, build, passes
+from tests import tiny as models
+from tests.inference.models.test_llama import WIDE, build, passes
 from tests.kinds import KINDS, exit_network
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import near
 
-
-@pytest.fixture(autouse=True)
-def packs(monkeypatch):
-    """As a CPU that packs bfloat16 weights does, whatever this one can."""
-    monkeypatch.setattr(packing, "can_pack", lambda model: True)
-    monkeypatch.setattr(packing, "pack", Packed)
+# whose weights an engine copies
+tiny = partial(models.tiny, dtype=torch.bfloat16)
 
 
 def small():
@@ -195,7 +192,7 @@ def test_an_engine_has_the_window_as_it_is():
 
 # each seen as another way is that stays
 ALIKE = {given_a_parameter, written, added, hooked_before, given_a_forward, widened, at_training}
-TARGETS = {"copies": partial(tiny, dtype=torch.float32), "own forward": dropping}
+TARGETS = {"copies": tiny, "own forward": dropping}
 
 
 @pytest.mark.parametrize(
