@@ -99,8 +99,6 @@ def test_a_draft_is_served_in_float32_where_kernels_read_it() -> None:
         assert (model.dtype, wide.dtype) == (dtype, torch.float32 if packing.has_kernels() else dtype)
         pairs = zip(model.parameters(), wide.parameters(), strict=True)
         assert all(torch.equal(one.float(), other.float()) for one, other in pairs)
-            torch.equal(a.float(), b.float()) for a, b in zip(model.parameters(), wide.parameters(), strict=True)
-        )
         assert packing.widened_draft(model) is model and model.dtype == wide.dtype
     assert packing.widened_draft(network().double()).dtype == torch.float64
 
