@@ -42,7 +42,7 @@ NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processo
 def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the weights that the kind's kernels read: in 8 bits, or some in 16 where the CPU would emulate bfloat16."""
+    """With the weights that the kind's kernels read, in 8 bits or in 16, and without such kernels."""
     aligned_kernels(monkeypatch)
     rounds = kind not in ("medusa", "hydra")
     dtype = torch.bfloat16 if rounds else torch.float32
@@ -54,16 +54,18 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     disturb(student.network)
     halved(student.network, dtype)
     path = written(tmp_path / kind, place, student, rounds)
-    wanted = drafted(Engine(model, student.proposer(int8=rounds), policy=Fixed(2)))
-    for widens in {packing.widens(), False}:
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "has_kernels", lambda: False)
+        wanted = drafted(Engine(model, student.proposer(int8=rounds), policy=Fixed(2)))
+    for kernels in {packing.has_kernels(), False}:
         with monkeypatch.context() as patch:
-            patch.setattr(packing, "widens", lambda widens=widens: widens)
+            patch.setattr(packing, "has_kernels", lambda kernels=kernels: kernels)
             found = []
             for offset in range(0, LINE, STEP):
                 for file in tmp_path.glob("*/model.safetensors"):
                     begin(file, offset)
                 found.append(drafted(load(path, load_model(str(place), dtype))))
-            assert found == [found[0] if widens else wanted] * len(found)
+            assert found == [found[0] if kernels else wanted] * len(found)
 
 
 @case("changed weights")

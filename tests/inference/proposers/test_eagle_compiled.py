@@ -256,11 +256,10 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
     hashes = {"name": "none", "config": None, "tokenizer": None}
     for int8 in (True, False):
         save(network, None, tmp_path / f"{int8}", Metadata(hashes, 3, kind="eagle", int8=int8), None)
-        for emulates in (False, True):
-            monkeypatch.setattr(packing, "widens", lambda emulates=emulates: emulates)
+        for kernels in {packing.has_kernels(), False}:
+            monkeypatch.setattr(packing, "has_kernels", lambda kernels=kernels: kernels)
             proposer: Any = load(tmp_path / f"{int8}", target).proposer
             assert proposer.int8 == (proposer.weights == "int8") == int8
-    monkeypatch.setattr(packing, "widens", lambda: False)
     assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
     narrow = tiny(hidden=24, dtype=torch.bfloat16)
     assert not EagleStudent.takes_int8(kinds.eagle(narrow)), "the kernel reads 16 inputs at a time"
