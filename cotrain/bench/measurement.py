@@ -216,7 +216,7 @@ def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
     arms.append(transformers_arm("transformers", plan.target, plan.sampling, size.new_tokens))
     batches = -(-size.prompts // size.rows)
     more = until < inf
-    wanted = Wanted(batches, size.interval if more else inf, until)
+    wanted = Wanted(batches, size.interval if more else inf, until, adaptive.FEWEST)
     every = len(plan.prompts.final)
     prompts = plan.final(0, every if more else min(size.prompts, every))
     late = time.perf_counter() > until

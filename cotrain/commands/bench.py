@@ -52,7 +52,7 @@ def _plan_line(metadata: Metadata) -> str:
     """Return a line for the user that names the folder's plan, a draft length or a tree, for a measurement that follows
     this plan, and says how to choose again."""
     return (
-        f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder was planned; to choose again, "
+        f"bench: measures {shape(metadata)} with verify={metadata.rule}, as the folder says; to choose again, "
         "set bench.depths=[2,4,8], bench.trees=16 or verify="
     )
 

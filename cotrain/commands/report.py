@@ -13,7 +13,7 @@ from cotrain.config.settings import SCHEMAS, ReportConfig, flat
 from cotrain.errors import UserError, first_line
 from cotrain.page.html_page import PAGE, refuse_path, write_page
 from cotrain.page.loaded_run import LoadedRun, load_runs
-from cotrain.run_folder import writable
+from cotrain.run_folder import UNNAMED, writable
 from inference.measure.environment import environment
 from inference.report.table import table
 
@@ -70,7 +70,8 @@ def measured(run: LoadedRun) -> str:
     if marker is not None:
         command = marker.get("command", "unknown")
         parts.append(f"run of cotrain {command} {marker['cotrain']}, {marker['state']}")
-        parts.append(" ".join(changed(command, marker["settings"])) or "all settings are the defaults")
+        told = " ".join(changed(command, marker["settings"])) or "all settings are the defaults"
+        parts.append("its settings are not stored: add the command" if command in UNNAMED else told)
     if report is not None:
         extra = {**report["extra"], "moved": None}  # it names the original target
         settings = {**report["settings"], "target": HIDDEN, "draft": HIDDEN}

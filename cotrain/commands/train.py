@@ -98,7 +98,7 @@ def run(cfg: TrainConfig) -> float | None:
         draft = folder.path / "draft"
         how = "serve it, and use cotrain bench url=" if cfg.teacher.urls else f"cotrain bench draft.path={draft}"
         how += " target.device_map=auto" * bool(cfg.target.device_map)
-        print(f"draft: {draft} (last step, not measured): to measure it, {how}")
+        print(f"draft: {draft} (not measured): to measure it, {how}")
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
     return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
 

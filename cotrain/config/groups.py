@@ -466,7 +466,7 @@ class ServedBench(Bench):
 
 
 class FolderBench(ServedBench):
-    """The same as `ServedBench`, for `cotrain bench`."""
+    """What is measured, and for how long."""
 
     depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
     """As in Bench; []: the length or the tree that the folder was planned with."""

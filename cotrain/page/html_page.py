@@ -123,7 +123,8 @@ def run_headline(run: LoadedRun) -> Markup:
 
 def _unmeasured(run: LoadedRun) -> Markup:
     loss = run.curves.get(tags.LOSS)
-    steps = run.get("run", "settings", "trainer", "steps")
+    limited = run.get("run", "settings", "minutes") or run.get("run", "settings", "trainer", "minutes")
+    steps = None if limited else run.get("run", "settings", "trainer", "steps")
     if run.partial:
         return joined(
             "not finished: ",

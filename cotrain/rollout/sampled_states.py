@@ -20,8 +20,9 @@ class SampledStates(Proposer):
     """A proposer that drafts nothing and keeps the target's states of the texts that are decoded. Its engine must have
     the policy Fixed(0).
 
-    records: the states (T, D) of each ended text, by layer, keyed by its ids. The last token, which no pass has read,
-    has the state 0. layers: the layers to keep. room: bytes; after the first text that does not fit, none is kept.
+    records: the states (T, D) of each ended text in the target's dtype, by layer, keyed by its ids. The last token,
+    which no pass has read, has the state 0. layers: the layers to keep. room: bytes; after the first text that does not
+    fit, none is kept.
     """
 
     def __init__(self, layers: Sequence[int], room: int) -> None:
@@ -30,7 +31,7 @@ class SampledStates(Proposer):
         self.slots: dict[int, tuple[list[int], list[Tensor]]] = {}  # a text, which the engine extends, and its states
 
     def open(self, host: Any) -> None:
-        self.slots = {}
+        self.slots, self.dtype = {}, host.target.model.dtype
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         for slot, (prompt, row) in enumerate(zip(prompts, self._copied(states), strict=False), low):
@@ -63,4 +64,6 @@ class SampledStates(Proposer):
 
     def _copied(self, states: States) -> Sequence[Tensor]:
         """Return a copy (A, n, L, D) of states (A, n, D) by layer, on the CPU; () without layers."""
-        return torch.stack([states[layer] for layer in self.reads], 2).cpu().unbind() if self.reads else ()
+        if not self.reads:
+            return ()
+        return torch.stack([states[layer] for layer in self.reads], 2).to("cpu", self.dtype).unbind()

@@ -670,15 +670,15 @@ def _counts(cfg: TrainConfig, source: Source) -> list[str]:
 
 def repetitions(cfg: TrainConfig, texts: int, all_prompts: bool = False) -> list[str]:
     """Return a line for the user if each of `texts` training texts is read many times, which says what more of them
-    would give; else []. all_prompts: whether rollout.texts= exceeds the prompts that the data have."""
+    would give; else [], and if time limits the steps. all_prompts: whether rollout.texts= exceeds the prompts that the
+    data have."""
     reads = (cfg.trainer.steps - cfg.trainer.corpus_steps) * cfg.trainer.batch * cfg.trainer.accumulate
-    if cfg.overfit or not texts or reads < OFTEN * texts:
+    if cfg.overfit or time_limited(cfg) or not texts or reads < OFTEN * texts:
         return []
-    limit = " at most, in the time allowed" * time_limited(cfg)
     more = round(reads / READ)
     remedy = "give more prompts" if all_prompts else f"set rollout.texts={round(cfg.rollout.texts * more / texts)}"
     return [
-        f"{texts} texts are learnt from, each about {reads / texts:.0f} times{limit}; more texts help more than "
+        f"{texts} texts are learnt from, each about {reads / texts:.0f} times; more texts help more than "
         f"repetitions ({MEASURED}): for {more} texts, each read {READ} times, {remedy}"
     ]
 

@@ -89,16 +89,17 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     too little memory or disk."""
     need, rows = estimate_need(cfg, known), known.target.config.get_text_config().vocab_size
     memory, disk = _memory(cfg), shutil.disk_usage(_existing(Path(cfg.output))).free
+    padded = " (padded rows get no mass)" * (rows > ids_of(known.tokenizer))
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
         f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
-        f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows} (padded rows get no mass)",
+        f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows}{padded}",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
         f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x at most {_longest(cfg, known)} "
         "tokens",
         *(f"sampling      the draft learns for {line}" for line in other_sampling(cfg.regime, known.target)),
-        *(_from_servers(cfg, known) if cfg.teacher.urls else _lines(durations(cfg, known))),
+        *(_from_servers(cfg, known) if cfg.teacher.urls else _lines(durations(cfg, known), cfg.minutes)),
     ]
     if need.memory > memory:
         raise UserError(
@@ -132,12 +133,14 @@ def _from_servers(cfg: TrainConfig, known: RunOutline) -> list[str]:
     ]
 
 
-def _lines(estimated: Durations) -> list[str]:
+def _lines(estimated: Durations, minutes: float | None) -> list[str]:
+    longer = bool(minutes) and estimated.total > 60 * (minutes or 0)
     return [
         f"duration      about {_minutes(estimated.total)}, from a quick measurement of this machine:",
         f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, including those of earlier runs",
         *([f"  training    {_minutes(estimated.training)}"] if estimated.training else []),
         f"  measuring   {_minutes(estimated.measuring)}, including validations",
+        *([f"longer than minutes={minutes:g}: lower bench.minutes= or rollout.held_out_texts="] * longer),
     ]
 
 

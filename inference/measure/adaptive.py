@@ -29,12 +29,13 @@ class Wanted:
 
     batches: the least number of batches, if there is time. within: the largest allowed distance between the value and
     either end of the interval, relative to the value; inf to time exactly `batches`. until: the time limit, in seconds
-    of the clock; inf for none.
+    of the clock; inf for none. beside: number of batches in which arms beside the compared pair are timed.
     """
 
     batches: int
     within: float = inf
     until: float = inf
+    beside: float = inf
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ def until_known(
     start, before = clock(), reading()
     warm(arms, batches[0], seed)
     runs: list[list[dict[str, ArmResult]]] = []
+    compared = [arm for arm in arms if arm.name in pair]
     done, least = 0, max(wanted.batches, LEAST if wanted.within < inf else 1)
     due = least
     while True:
         round, at = divmod(done, len(batches))
-        result = turn(arms, batches[at], seed + round, done)
+        result = turn(arms if done < wanted.beside else compared, batches[at], seed + round, done)
         if round:
             runs[at].append(result)
         else:
@@ -141,6 +143,6 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     why = (
         "the time limit (bench.minutes=) was reached"
         if reached.batches >= LEAST
-        else "of so few batches it is itself uncertain"
+        else "an interval of so few batches is itself uncertain"
     )
     return f"{near}; {100 * wanted:.0f} % was wanted, but {why}: {runs}"

@@ -54,7 +54,8 @@ def together(parts: Sequence[Emitted]) -> Emitted:
 @dataclass(frozen=True)
 class Timing:
     """The results of interleaved runs. batches: for each batch, its prompts and the keys of their random numbers.
-    runs[batch][repeat][arm name]: one result. Some batches may have one repeat more than others."""
+    runs[batch][repeat][arm name]: one result. Some batches may have one repeat more than others; the first has a result
+    of every arm, others may lack some."""
 
     batches: list[Batch]
     runs: list[list[dict[str, ArmResult]]]
@@ -68,7 +69,7 @@ class Timing:
         """Return all results of one arm, batch by batch. Raises ValueError for an arm that was not timed."""
         if arm not in self.runs[0][0]:
             raise ValueError(f"{arm!r} was not timed; the timed arms are {', '.join(self.arms)}")
-        return [repeat[arm] for batch in self.runs for repeat in batch]
+        return [repeat[arm] for batch in self.runs for repeat in batch if arm in repeat]
 
     def speed(self, arm: str, decode: bool = False) -> float:
         """Return an arm's tokens per second: sum of tokens / sum of wall seconds, prefill included. decode: whether to
@@ -84,14 +85,14 @@ class Timing:
         return bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return speed(a) / speed(b) of two arms, with the 95 % percentile interval of a paired bootstrap over batches.
-        decode: whether to leave the prefill out. The interval is nan for fewer than
+        """Return speed(a) / speed(b) of two arms over the runs that have both, with the 95 % percentile interval of a
+        paired bootstrap over batches. decode: whether to leave the prefill out. The interval is nan for fewer than
         `FEW` batches.
 
         Each of the `resamples` draws takes batches with replacement (all repeats of a batch together), and computes
         both arms' speeds from the same batches. seed: of these draws.
         """
-        x, y = self._paid(a, decode), self._paid(b, decode)  # (batches, 2)
+        x, y = self._paid(a, decode, b), self._paid(b, decode, a)  # (batches, 2)
         return bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
 
     def stats(self, arm: str) -> Stats | None:
@@ -111,11 +112,13 @@ class Timing:
                 texts.counts.extend(result.stats.rows if result.stats else [])
         return texts
 
-    def _paid(self, arm: str, decode: bool) -> np.ndarray:
+    def _paid(self, arm: str, decode: bool, other: str | None = None) -> np.ndarray:
         """Return each batch's tokens and seconds, (batches, 2), prefill included. decode: whether to leave the prefill
-        out."""
-        paid = iter([result.paid(decode) for result in self.results(arm)])
-        return np.array([np.sum([next(paid) for _ in repeats], axis=0) for repeats in self.runs], dtype=np.float64)
+        out. other: an arm that the counted runs have, too. Batches without such a run are left out."""
+        self.results(arm)  # raises for an arm that was not timed
+        both = {arm, other or arm}
+        paid = [[repeat[arm].paid(decode) for repeat in repeats if both <= {*repeat}] for repeats in self.runs]
+        return np.array([np.sum(each, axis=0) for each in paid if each], dtype=np.float64)
 
 
 def bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resamples: int, seed: int) -> Interval:

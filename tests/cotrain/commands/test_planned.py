@@ -59,7 +59,7 @@ class TestPromptLengths:
 class TestPlan:
     def test_a_folder_is_measured_as_it_was_planned(self) -> None:
         assert planned(made(5)) == (5, DEPTHS)
-        assert "measures draft length 5 with verify=block, as the folder was planned" in _plan_line(made(5))
+        assert "measures draft length 5 with verify=block, as the folder says" in _plan_line(made(5))
         assert planned(made(12)) == (12, [*DEPTHS, 12])  # so that its texts fit into the context
         assert planned(made(2, TREE))[0] == 2
         assert "a tree of 3 nodes with verify=traversal" in _plan_line(made(2, TREE))

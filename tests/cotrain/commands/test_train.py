@@ -297,7 +297,7 @@ def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     draft = place / setting / "draft"
     assert job(place, setting, *settings, "measure=false") == 0
     said = capsys.readouterr().out
-    assert f"draft: {draft} (last step, not measured): to measure it, cotrain bench draft.path={draft}" in said
+    assert f"draft: {draft} (not measured): to measure it, cotrain bench draft.path={draft}" in said
     trained = load_file(draft / "model.safetensors")
     assert load(draft).policy.k == 2 and not (draft / "report.json").exists()
     made = json.loads((draft / "cotrain.json").read_text())["made"]

@@ -19,10 +19,12 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 9], [2], [3, 3]]
 ASKED: dict[str, Any] = {"max_new_tokens": [3, 8, 1, 5, 2, 8], "sampling": Sampling(1.0), "seed": 1}
 
 
-@pytest.mark.parametrize("rows", [1, 2, 6])
-def test_kept_states_are_those_of_a_later_pass(rows: int) -> None:
-    """Of texts that wait, move to other slots and end at different lengths."""
-    target, layers = tiny(layers=3), (LAST, 0, 2)
+@pytest.mark.parametrize(("rows", "dtype"), [*((n, torch.float64) for n in (1, 2, 6)), (2, torch.bfloat16)])
+def test_kept_states_are_those_of_a_later_pass(rows: int, dtype: torch.dtype) -> None:
+    """Of texts that wait, move to other slots and end at different lengths; in the target's dtype, whatever an engine
+    computes in."""
+    target, layers = tiny(layers=3, dtype=dtype), (LAST, 0, 2)
+    away = {} if dtype == torch.float64 else {"rtol": 0.1, "atol": 1.0}
     engine = Engine(target, kept := SampledStates(layers, 2**20), policy=Fixed(0), rows=rows)
     out = engine.generate(PROMPTS, **ASKED)
     assert out.tokens == Engine(target, rows=rows).generate(PROMPTS, **ASKED).tokens
@@ -33,8 +35,8 @@ def test_kept_states_are_those_of_a_later_pass(rows: int) -> None:
         assert record.keys() == states.keys()
         for layer, part in record.items():
             assert part.shape == states[layer][0].shape and not part[-1].any()
-            torch.testing.assert_close(part[:-1], states[layer][0, :-1])
-    few = SampledStates(layers, 2 * 9 * 3 * 16 * 8)  # bytes of 18 tokens
+            torch.testing.assert_close(part[:-1], states[layer][0, :-1], **away)  # which compares dtypes, too
+    few = SampledStates(layers, 2 * 9 * 3 * 16 * dtype.itemsize)  # bytes of 18 tokens
     Engine(target, few, policy=Fixed(0), rows=rows).generate(PROMPTS, **ASKED)
     assert 0 < sum(map(len, few.records)) <= 18 < sum(map(len, texts))
 

@@ -191,9 +191,9 @@ def test_what_only_training_reads_is_named_where_nothing_is_trained(
 FEWER = "rollout.texts=7: data.path has 8 prompts to learn from"
 
 
-def often_read(texts: int, times: int, more: int, remedy: str, limit: str = "") -> str:
+def often_read(texts: int, times: int, more: int, remedy: str) -> str:
     return (
-        f"{texts} texts are learnt from, each about {times} times{limit}; more texts help more than repetitions (on "
+        f"{texts} texts are learnt from, each about {times} times; more texts help more than repetitions (on "
         "SmolLM2-135M 1,857 texts read 22 times gave acceptance .65 on them and .52 on others, 4,405 read 3 times "
         f".54): for {more} texts, each read 3 times, {remedy}"
     )
@@ -213,7 +213,7 @@ SAID = {  # of two domains, with 6 and 2 prompts of at most 8 tokens: settings, 
     "rollout.train_temperatures=[0.3,0.6]": [],  # 16 texts
     "rollout.train_temperatures=[0.3,0.6] trainer.batch=4": [often_read(16, 15, 80, "set rollout.texts=30")],
     "rollout.train_temperatures=[0.3,0.6] data.on_target=true": [often_read(8, 15, 40, "set rollout.texts=30")],
-    "trainer.minutes=3": [often_read(8, 15, 40, "set rollout.texts=30", " at most, in the time allowed")],
+    "trainer.minutes=3": [],  # steps are as many as there is time for
     "draft.kind=retrieval": [],
     "draft.kind=retrieval rollout.texts=7": [FEWER],
 }

@@ -95,7 +95,7 @@ def test_the_width_is_reported_when_time_is_over() -> None:
     ticks = itertools.count()
     timing, reached = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=10.0), clock=lambda: float(next(ticks)))
     assert not reached.enough and FEWEST <= reached.batches < LEAST and len(timing.runs) == reached.batches
-    assert "1 % was wanted, but of so few batches it is itself uncertain" in adaptive.reached_lines(reached)[1]
+    assert "1 % was wanted, but an interval of so few batches is itself uncertain" in adaptive.reached_lines(reached)[1]
     many = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=50.0), clock=lambda: float(next(ticks)))[1]
     assert "1 % was wanted, but the time limit (bench.minutes=) was reached" in adaptive.reached_lines(many)[1]
     late = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
@@ -123,3 +123,18 @@ def test_stopping_does_not_favour_fast_or_slow_drafts(monkeypatch) -> None:
         hits += reached.low <= 1.5 <= reached.high
     assert abs(np.mean(values)) < 3 * np.std(values) / runs**0.5
     assert hits / runs > 0.83
+
+
+def test_arms_beside_the_pair_are_timed_in_the_first_batches_only() -> None:
+    """And compared over the runs that both arms have."""
+    runs = {"ours": iter([2.0] * 3 + [8.0] * 9), "plain": iter([4.0] * 3 + [8.0] * 9), "other": iter([1.0] * 12)}
+
+    def arm(name: str) -> Arm:
+        return Arm(name, lambda prompts, ids, seed: ArmResult([[0, 0]], took := next(runs[name]), took))
+
+    wanted = Wanted(8, beside=2)
+    timing, _ = until_known([*map(arm, runs)], [[n] for n in range(5)], 1, ("ours", "plain"), wanted, clock=lambda: 0.0)
+    assert [len(timing.results(name)) for name in runs] == [8, 8, 2]
+    assert timing.ratio("plain", "other").value == pytest.approx(1 / 4)
+    assert timing.ratio("ours", "plain").value == pytest.approx((2 * 4 + 6 * 8) / (2 * 2 + 6 * 8))
+    assert timing.speed("other") == 2.0
