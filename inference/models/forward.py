@@ -18,6 +18,7 @@ from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, checksum
 from inference.models.passes import LAST, Branches, Layers, Pass, States
 from inference.models.pretrained import early_states, head_of, tapped
+from inference.models.replay import Pure
 from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
@@ -176,6 +177,26 @@ class Lean:
             return llama.in_kernel(x, flat, self.shape, (cos, sin), held, *where, layers)
         attend = attention(self.mask(window), self.shape)
         return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
+
+    def chain(
+        self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return K drafts per row and their distributions, by one operator; None if the model's layers or its head have
+        no packed copies. ids (A, n): what the first pass reads, from position start[a] (A,) on; the first draft follows
+        its column only[a] (A,). round: simple, see `Round.pure`. limit: the number of slots that all passes read."""
+        self.refresh(limit)
+        head = self.weights.head
+        if self.flat is None or self.scale is not None or not isinstance(head, llama.Linear) or head.packed is None:
+            return None
+        none, temperature = self.angles[0].new_empty(0), round.tensors["temperature"]
+        self.cache.allocate(self.shape.groups, self.shape.size, none)
+        keys, values = self.cache.stored(len(ids))
+        drafts: tuple[Tensor, Tensor] = torch.ops.inference.chain(
+            *(ids, none, start, only, self.weights.embedding, none, self.flat, keys, values, *self.angles),
+            *(head.packed.weight, none.long(), round.tensors["u"], none if round.key else temperature),
+            *(round.tensors.get("tails", none), K, limit, head.packed.outputs, *llama.of_shape(self.shape)),
+        )
+        return drafts
 
     def _keep(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return self.cache.stores[layer].update(keys, values)

@@ -745,9 +745,10 @@ std::vector<at::Tensor> layers(
   return states;
 }
 
-// What a draft over states (`proposers/eagle.py`) drafts in a round: K tokens a row, one after the other, (A, K), and
-// their distributions (A, K, outputs) over the tokens of its head. The first pass reads the pairs of ids (A, n) and
-// features (A, n, width) from position pairs[a] on; the first draft follows its column only[a].
+// What a draft drafts in a round: K tokens a row, one after the other, (A, K), and their distributions (A, K, outputs)
+// over the tokens of its head. The first pass reads ids (A, n) from position pairs[a] on, and for a draft over states
+// (`proposers/eagle.py`) features (A, n, width) beside their embeddings; empty for a causal language model
+// (`proposers/independent.py`). The first draft follows its column only[a].
 // cos, sin (slots, 1, size): of all positions. head: packed. known (outputs,): the ids of the head's tokens, or empty.
 // u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions. tails
 // (A,): those of `without_tail`; empty for none.
@@ -763,13 +764,17 @@ std::tuple<at::Tensor, at::Tensor> chain(
     const int64_t A = some.size(0), n = some.size(1);
     auto angles = [&](const at::Tensor& of) { return of.index_select(0, positions.flatten()).view({A, n, 1, size}); };
     auto embedded = embedding.index_select(0, some.flatten()).to(at::kFloat).view({A, n, -1});
-    auto mask = x.new_zeros({A, 1, n, read});
+    auto mask = embedded.new_zeros({A, 1, n, read});
     mask.masked_fill_(slots > positions.view({A, 1, n, 1}), std::numeric_limits<float>::lowest());
-    auto states = layers(x, embedded, its_norm, weights, keys, values, angles(cos), angles(sin), positions, mask, read, 0, heads,
-                         groups, size, scale, eps, {1, -1});
+    const bool over = x.numel();  // over states
+    const auto none = at::empty({0}, mask.options());
+    const std::vector<int64_t> wanted = over ? std::vector<int64_t>{1, -1} : std::vector<int64_t>{-1};
+    auto states = layers(over ? x : embedded, over ? embedded : none, its_norm, weights, keys, values, angles(cos), angles(sin),
+                         positions, mask, read, 0, heads, groups, size, scale, eps, wanted);
     const auto at = at::arange(0, A * n, n, ids.options()) + column;
-    above = states[0].flatten(0, 1).index_select(0, at).unsqueeze(1);
-    last = states[1].flatten(0, 1).index_select(0, at).unsqueeze(1);
+    auto chosen = [&](const at::Tensor& of) { return of.flatten(0, 1).index_select(0, at).unsqueeze(1); };
+    above = over ? chosen(states[0]) : x;
+    last = chosen(states.back());
   };
   pass(features, ids, pairs.unsqueeze(1) + at::arange(ids.size(1), ids.options()), only);
   std::vector<at::Tensor> drafts, distributions;

@@ -17,9 +17,10 @@ from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
 from inference.models.encoder_decoder import Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
-from inference.models.llama import applies, can_round
+from inference.models.llama import SHORT, applies, can_round
 from inference.models.passes import ALONE, Layers, Pass, States
 from inference.models.pretrained import layers_of, longest_text, quantisation_of, refuse_unsupported
+from inference.models.replay import Pure
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
 from inference.models.step import Drafts, Replayed, Run
 from inference.source import Source, source_in_text
@@ -230,6 +231,15 @@ class LM:
         self.cache.aim(window)
         fit = partial(fitted, vocabulary=self.vocabulary)
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
+
+    def chain(self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int) -> Drafts | None:
+        """Return K drafts per row (A, K) and their distributions (A, K, V), by one operator of `kernels.cpp`; None if
+        it cannot make them. The arguments are those of `Lean.chain`."""
+        fits = limit <= self.context and ids.shape[1] <= SHORT and self.vocabulary == self.size
+        if not fits or not isinstance(self.run, Lean):
+            return None
+        self.cache.aim(Window(0, len(ids), ids, None, limit))
+        return self.run.chain(ids, start, only, round, K, limit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """Run `forward` without the head, to store the keys and values of prompts. Return the states (A, n, D) of the

@@ -150,7 +150,8 @@ class Independent(Proposer):
         self._fill_gaps(round.texts, k)
         if self.branching:
             return self._by_level(round, k, self.branching)
-        at_once = self._at_once(round, k) if self.lm.compiled else None
+        chained = None if round.decides else self._chain(round, k)
+        at_once = chained or (self._at_once(round, k) if self.lm.compiled else None)
         if at_once:
             return at_once
         follows = self._lacking(round.texts, k)["follows"]
@@ -160,10 +161,24 @@ class Independent(Proposer):
             ids, at = self._on_device(ids, round.send()["follows"] + (nodes.depth - 1))
             return self.lm.forward(ids, [end + nodes.depth - 1 for end in follows], at=at).logits
 
-        x, q = one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on)
+        return self._drafted(round, k, *one_by_one(K, logits, follow, by_round(round, self.greedy), round.goes_on))
+
+    def _drafted(self, round: Round, k: list[int], x: Tensor, q: Tensor) -> Proposal:
+        """Return chains x (A, K) with their distributions q (A, K, V). All but the last draft are stored."""
         rows = zip(round.texts, k, self.stored, strict=True)
         self.stored = [len(text) + x.shape[1] - 1 if wanted else stored for text, wanted, stored in rows]
         return Proposal(x, q, k)
+
+    def _chain(self, round: Round, k: list[int]) -> Proposal | None:
+        """Return all drafts from one operator, or None if it cannot make them. k: drafts per row."""
+        simple = round.pure(max(k), self.greedy, simple=True, nucleus=True)
+        if simple is None or self.lm.device.type != "cpu":
+            return None
+        lacking = self._lacking(round.texts, k)
+        sent = self.sent = round.send(k, **lacking)
+        ends = [start + only + max(k) for start, only in zip(lacking["stored"], lacking["only"], strict=True)]
+        drafts = self.lm.chain(sent["lacking"], sent["stored"], sent["only"], simple, max(k), max(ends))
+        return drafts and self._drafted(round, k, *drafts)
 
     def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
         """Store the ids that a row's slot lacks, except the text's last one, if there are more than `GAP`: the prompt
