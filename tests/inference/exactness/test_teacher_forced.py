@@ -82,3 +82,13 @@ def test_blocks_of_any_length_give_the_same_logits(name: str, monkeypatch: pytes
     for other in by_length[1:]:
         for ours, whole in zip(other, by_length[0], strict=True):
             torch.testing.assert_close(ours, whole)
+
+
+def test_texts_of_a_model_in_half_precision_are_scored_as_they_are_decoded() -> None:
+    """In passes of few ids: longer ones are less precise, so that another token may be the likeliest."""
+    model, text = tiny(dtype=torch.bfloat16), [i % 31 for i in range(3, 80, 2)]
+    whole, single = (
+        torch.cat([part.logits[0] for part in teacher_forced(model, [[1, 2]], [text], Sampling(), width=width)])
+        for width in (None, 1)
+    )
+    torch.testing.assert_close(whole, single, rtol=1e-4, atol=1e-4)

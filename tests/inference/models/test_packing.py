@@ -18,6 +18,7 @@ from inference.models import llama, packing
 from inference.models.lm import LM
 from inference.models.packing import Widened, can_pack, pack
 from inference.models.passes import LAST
+from inference.models.replay import Pure
 from inference.policy import Fixed
 from inference.proposers.block import Block
 from inference.proposers.eagle import Eagle, EagleDrafting
@@ -31,7 +32,7 @@ from tests.inference.models.test_trees import PARENTS, check
 from tests.inference.test_adaptive_policy import Script
 from tests.inference.test_every_proposer import Uneven
 from tests.inference.test_shared_proposers import Short
-from tests.tiny import tiny, traced
+from tests.tiny import near, tiny, traced
 
 # where there is a compiler they must compile
 needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
@@ -267,7 +268,9 @@ def test_a_pass_of_one_operator_is_not_compiled(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.thorough
 @needs_kernels
 def test_a_compiled_chain_of_drafts_reads_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one operator cannot draft it, as with a small head."""
     traced(monkeypatch)
+    monkeypatch.setattr(LM, "chain", lambda *given: None)
     target, draft = (halved(tiny(hidden=32, heads=2, layers=layers)) for layers in (4, 2))
     engine, plain = (
         Engine(target, Independent(draft, compile=compile), policy=Fixed(3), rows=2, compile=compile)
@@ -337,21 +340,28 @@ def test_drafts_over_states_in_float32_have_copies(
         (16, [Sampling(0.7), Sampling(0.0)], {}, False),
         (16, Sampling(0.7), {"policy": Script()}, False),
         (16, Sampling(0.7), {"tokenizer": Short()}, False),
+        (0, Sampling(0.0), {}, True),
+        (0, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {}, True),
+        (0, [Sampling(0.7), Sampling(1.3)], {"greedy": True, "target": torch.bfloat16}, True),
+        (0, Sampling(0.7, top_k=3), {}, False),
+        (0, Sampling(0.7), {"policy": Script()}, False),
     ],
 )
 def test_one_operator_drafts_a_chain(
     size: int | None, sampling: Any, settings: dict[str, Any], applies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafts and distributions are those of one pass after the other, also after rounds of other lengths."""
+    """The drafts and distributions are those of one pass after the other, also after rounds of other lengths; of an
+    EAGLE draft with a head of that size, or of an independent draft for size 0."""
     target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
-    network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size))
+    network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size) if size != 0 else near(tiny(hidden=32), 0.2))
     whole = {"policy": Uneven()} | settings
     target.to(whole.pop("target", torch.float32))
     drafting = {name: whole.pop(name) for name in ("greedy", "int8") if name in whole}
     for fast in (True, False):
         if not fast:
             monkeypatch.setattr(EagleDrafting, "chains", False)
-        proposer: Any = Eagle(network, **drafting)
+            monkeypatch.setattr(LM, "chain", lambda *given: None)
+        proposer: Any = (Eagle if size != 0 else Independent)(network, **drafting)
         propose, rounds = proposer.propose, []
         proposer.propose = lambda round, propose=propose, rounds=rounds: rounds.append(propose(round)) or rounds[-1]
         with torch.profiler.profile() as profile:
@@ -360,8 +370,20 @@ def test_one_operator_drafts_a_chain(
         seen.append(rounds)
     assert len(seen[0]) == len(seen[1]) > 3
     for one, other in zip(*seen, strict=True):
-        assert torch.equal(one.x, other.x) and one.k == other.k
-        torch.testing.assert_close(one.q, other.q, rtol=1e-5, atol=1e-6)
+        assert one.k == other.k
+        for row, k in enumerate(one.k):
+            assert torch.equal(one.x[row, :k], other.x[row, :k])
+            torch.testing.assert_close(one.q[row, :k], other.q[row, :k], rtol=1e-5, atol=1e-6)
+
+
+@needs_kernels
+def test_scaled_states_are_not_drafted_by_one_operator() -> None:
+    ids, round = torch.tensor([[1, 2]]), Pure({"u": torch.rand(1, 2), "temperature": torch.ones(1)}, None, False)
+    for scaled in (True, False):
+        lm = LM(halved(tiny(hidden=32)), 1, scaled=scaled)
+        drafts = lm.chain(ids, torch.tensor([0]), torch.tensor([1]), round, 2, 4)
+        assert (drafts is None) is scaled
+        assert lm.chain(ids, torch.tensor([0]), torch.tensor([1]), round, 2, lm.context + 1) is None
 
 
 @needs_kernels
