@@ -19,6 +19,7 @@ from torch import Tensor
 
 from inference.engine import Engine
 from inference.exactness.teacher_forced import whole_texts
+from inference.models.selfcheck import reference
 from inference.output import Emitted
 from inference.sampling import Sampling, probs
 
@@ -59,11 +60,12 @@ class LikelihoodCheck:
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
     """Return the result of check (e) over all tokens of the texts. p comes from transformers' own forward of each whole
-    text, so faults of the engine's passes do not affect it. engine: has the target. sampling: the settings of the run
-    that emitted the texts."""
+    text, so faults of the engine's passes do not affect it; in float32 if the engine computes in float32. engine: has
+    the target. sampling: the settings of the run that emitted the texts."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
-    for block in whole_texts(lm.model, texts.prompts, texts.tokens, sampling, lm.vocabulary):
+    own = lm.model if lm.dtype == lm.model.dtype else reference(lm.model)
+    for block in whole_texts(own, texts.prompts, texts.tokens, sampling, lm.vocabulary):
         terms = moments(probs(block.logits, sampling), block.x)[block.valid]  # (n, 5)
         possible = terms[:, 0].isfinite()
         sums += terms[possible].sum(0).cpu()

@@ -68,8 +68,9 @@ def teacher_forced(
 
     A model runs in its own dtype, `rows` texts at a time. An `LM` runs as many texts at a time as it has rows, and its
     slots are overwritten. All but the last id of each prompt are read first, as in the engine. Then come passes of
-    `width` ids (None for `block`, or fewer if passes over so many are less precise than decoding), or passes over trees of the shape `tree`, in which the text follows one route after
-    another. Settings that read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary:
+    `width` ids (None for `block`, or fewer if passes over so many are less precise than decoding), or passes over trees
+    of the shape `tree`, in which the text follows one route after another. Settings that read the text are applied, so
+    `probs(logits, sampling)` is the distribution. vocabulary:
     number of ids whose logits are returned, None for all. Each block has at most `block` tokens of each text in a
     batch, so that the logits of all texts are never in memory at once.
     """
