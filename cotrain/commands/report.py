@@ -70,8 +70,8 @@ def measured(run: LoadedRun) -> str:
     if marker is not None:
         command = marker.get("command", "unknown")
         parts.append(f"run of cotrain {command} {marker['cotrain']}, {marker['state']}")
-        told = " ".join(changed(command, marker["settings"])) or "all settings are the defaults"
-        parts.append("its settings are not stored: add the command" if command in UNNAMED else told)
+        other = " ".join(changed(command, marker["settings"])) or "all settings are the defaults"
+        parts.append("its settings are not stored: add the command" if command in UNNAMED else other)
     if report is not None:
         extra = {**report["extra"], "moved": None}  # it names the original target
         settings = {**report["settings"], "target": HIDDEN, "draft": HIDDEN}

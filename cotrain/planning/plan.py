@@ -22,9 +22,10 @@ from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
 from inference.models import packing
 from inference.models.packing import widened_draft
-from inference.models.pretrained import cast
+from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
+from inference.proposers.eagle import FeatureNetwork
 from inference.source import SourcedText
 
 
@@ -77,9 +78,12 @@ class Plan:
 
     @cached_property
     def running(self) -> PreTrainedModel:
-        """Return the served draft as this machine runs it. It is converted to float32 if `kernels.cpp` serves it or the
-        CPU would emulate its dtype, unless torch's kernel reads bfloat16 rounded to 8 bits."""
-        return self.served if self.int8 and not packing.serves(self.served) else widened_draft(self.served, copied=True)
+        """Return the served draft as this machine runs it. It is converted to float32 if the CPU would emulate its
+        dtype, or if it is a draft over states that `kernels.cpp` serves, unless torch's kernel reads bfloat16 rounded
+        to 8 bits."""
+        if self.int8 and not packing.serves(self.served):
+            return self.served
+        return (widened_draft if isinstance(self.served, FeatureNetwork) else widened)(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
         """Return a copy of the plan for `rows` texts decoded at once, with the same served draft."""

@@ -134,13 +134,13 @@ def _from_servers(cfg: TrainConfig, known: RunOutline) -> list[str]:
 
 
 def _lines(estimated: Durations, minutes: float | None) -> list[str]:
-    longer = bool(minutes) and estimated.total > 60 * (minutes or 0)
+    longer = minutes and estimated.total > 60 * minutes
     return [
         f"duration      about {_minutes(estimated.total)}, from a quick measurement of this machine:",
         f"  sampling    {_minutes(estimated.sampling)}: {estimated.texts} texts, including those of earlier runs",
         *([f"  training    {_minutes(estimated.training)}"] if estimated.training else []),
         f"  measuring   {_minutes(estimated.measuring)}, including validations",
-        *([f"longer than minutes={minutes:g}: lower bench.minutes= or rollout.held_out_texts="] * longer),
+        *([f"longer than minutes={minutes:g}: lower bench.minutes= or rollout.held_out_texts="] if longer else []),
     ]
 
 

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.models.encoder_decoder import own_inputs
-from inference.models.llama import SHORT
 from inference.models.lm import LM, store_prompts
 from inference.models.pretrained import own_logits
 from inference.proposers.base import Proposal
@@ -68,15 +67,14 @@ def teacher_forced(
 
     A model runs in its own dtype, `rows` texts at a time. An `LM` runs as many texts at a time as it has rows, and its
     slots are overwritten. All but the last id of each prompt are read first, as in the engine. Then come passes of
-    `width` ids (None for `block`, or fewer if passes over so many are less precise than decoding), or passes over trees
-    of the shape `tree`, in which the text follows one route after another. Settings that read the text are applied, so
-    `probs(logits, sampling)` is the distribution. vocabulary:
+    `width` ids (None for `block`), or passes over trees of the shape `tree`, in which the text follows one route after
+    another. Settings that read the text are applied, so `probs(logits, sampling)` is the distribution. vocabulary:
     number of ids whose logits are returned, None for all. Each block has at most `block` tokens of each text in a
     batch, so that the logits of all texts are never in memory at once.
     """
     lm = model if isinstance(model, LM) else LM(model, max(1, min(rows, len(texts))), vocabulary)
     rows = lm.rows
-    passes = partial(_passes, width=width or (SHORT if lm.dtype != lm.model.dtype else block))
+    passes = partial(_passes, width=width or block)
     if tree is not None:
         passes = partial(along_tree, tree=Tree(tree), ways=routes(tree))
     for low in range(0, len(texts), rows):

@@ -17,7 +17,7 @@ from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, checksum
 from inference.models.passes import LAST, Branches, Layers, Pass, States
-from inference.models.pretrained import early_states, head_of, tapped
+from inference.models.pretrained import early_states, emulated, head_of, tapped
 from inference.models.replay import Pure
 from inference.verify.tree import MOST_NODES
 
@@ -154,7 +154,8 @@ class Lean:
         return Pass(self.weights.head(last), {layer: states[layer] for layer in layers})
 
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
-        return self._states(ids, window, layers, stored=True)
+        states = self._states(ids, window, layers, stored=True)
+        return {layer: part.to(self.dtype) for layer, part in states.items()}
 
     def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
         return self._states(ids, window, (depth,))[depth]
@@ -175,8 +176,8 @@ class Lean:
             stores, where = self.cache.stores[:last], (window.slots, self.mask(window), window.limit, window.low)
             held = [store.keys for store in stores], [store.values for store in stores]
             return llama.in_kernel(x, flat, self.shape, (cos, sin), held, *where, layers)
-        attend = attention(self.mask(window), self.shape)
-        return llama.states_of(ids, self.weights, self.shape, cos, sin, self._keep, attend, layers, stored)
+        attend, weights = attention(self.mask(window), self.shape), self.prompts if stored else self.weights
+        return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers, stored)
 
     def chain(
         self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int
@@ -210,6 +211,9 @@ class Lean:
         change = llama.int8 if self.int8 else llama.packed if self.packs else None
         self.weights, self.shape = prepared(self.model, change), llama.shape_of(self.model)
         self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
+        # many ids take half of the time by the CPU's own products in half precision
+        own = self.dtype != self.model.dtype and not emulated(self.model.dtype)
+        self.prompts = prepared(self.model, None) if own else self.weights
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
         self.origin = origin_of(self.model)

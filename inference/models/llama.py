@@ -56,10 +56,8 @@ class Linear(NamedTuple):
     packed: packing.Widened | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None and (self.weight.dtype not in packing.NARROW or x.shape[-2] <= SHORT):
+        if self.packed is not None:
             return self.packed(x)
-        if self.packed is not None:  # of many ids, by the CPU's own instructions
-            return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
         if self.scale is None:
             return F.linear(x, self.weight, self.bias)
         flat = torch._weight_int8pack_mm(packing.owned(x.reshape(-1, x.shape[-1])), self.weight, self.scale)

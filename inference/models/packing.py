@@ -5,7 +5,7 @@ already rearranged, if bfloat16 or float16 represents them, as one does for near
 rounded to 8 bits. They widen each weight and compute in float32, so a pass differs from the float32 model only in the
 order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
 (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, too, they need less than half of the time
-that oneDNN's products in bfloat16 take for one id, and no more for 64. The kernels are compiled once per machine, by
+that oneDNN's products in bfloat16 take for one id. The kernels are compiled once per machine, by
 the C++ compiler that torch.compile uses too.
 """
 
@@ -105,8 +105,8 @@ def compiler() -> str:
 
 
 def widened_draft(network: PreTrainedModel, copied: bool = False) -> PreTrainedModel:
-    """Cast a draft's network to float32, in place, if `kernels.cpp` serves it, or if it is on a CPU that would emulate
-    its dtype. Return the network. copied: whether to cast and return a copy instead."""
+    """Cast the network of a draft over states to float32, in place, if `kernels.cpp` serves it, or if it is on a CPU
+    that would emulate its dtype. Return the network. copied: whether to cast and return a copy instead."""
     if widens(network):
         return cast(copy.deepcopy(network) if copied else network, torch.float32)
     return widened(network, copied)

@@ -302,7 +302,7 @@ class Probe:
         begin = T - LATER
         try:
             forward = make(cache)
-            # long passes are in half precision where short ones are not
+            # prompts are read in half precision where passes are not
             at_once = SHORT if isinstance(forward, Lean) and forward.dtype != forward.model.dtype else begin
             for low, high in pairwise((*range(0, begin, at_once), begin)):
                 window = Window(0, 1, torch.arange(low, high, device=ids.device)[None], low, high)

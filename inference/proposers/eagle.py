@@ -540,7 +540,7 @@ class Eagle(Proposer):
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
         int8 = arguments.int8 and llama.has_kernel(draft)
-        network = cast(EagleNetwork, packing.widened_draft(draft))
+        network = draft if int8 and not packing.serves(draft) else cast(EagleNetwork, packing.widened_draft(draft))
         return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
 
     @classmethod

@@ -112,7 +112,7 @@ def test_stored_states_have_a_column_for_each_token_and_use_no_memory_for_paddin
 
     def read(ids: Tensor, *_: object) -> Record:
         asked.append(ids)
-        return {LAST: ids.unsqueeze(-1).float(), ENCODER: torch.ones(2, 7, 3)}
+        return {LAST: ids.unsqueeze(-1).float(), 1: ids.unsqueeze(-1) + 0.5, ENCODER: torch.ones(2, 7, 3)}
 
     teacher = MemoryCache(read, limit=10**6)
     if way == "fill":
@@ -128,6 +128,6 @@ def test_stored_states_have_a_column_for_each_token_and_use_no_memory_for_paddin
     assert record[LAST].shape == (2, width, 1) and len(asked) == (way != "add")
     for row, size in enumerate(length):
         assert torch.equal(record[LAST][row, :size, 0], ids[row, :size].float())
-    assert way == "add" or record[ENCODER].shape == (2, 7, 3)
+    assert way == "add" or record[ENCODER].shape == (2, 7, 3) and record[1].shape == (2, width, 1)
     stored = [len(texts[LAST]) for texts in teacher.records.values()]
     assert stored == [COLUMNS, 2 * COLUMNS]

@@ -228,6 +228,17 @@ def test_a_model_in_half_precision_is_compared_in_float32() -> None:
     assert model.dtype == torch.bfloat16 and lean_agrees(model, 256)
 
 
+def test_states_and_trees_in_half_precision_are_compared_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    bounds, compared = [], Probe._compared
+    monkeypatch.setattr(
+        Probe, "_compared", lambda self, *given, **more: bounds.append(compared(self, *given, **more)) or bounds[-1]
+    )
+    check = LM(tiny(dtype=torch.bfloat16), 2).check
+    check.states((0, LAST))
+    check.trees()
+    assert len(bounds) > 3 and {result.allowed for result in bounds} == {selfcheck.FINE}
+
+
 def test_a_model_of_inference_mode_still_runs_by_its_own_forward() -> None:
     with torch.inference_mode():
         model, ids = tiny(), torch.arange(1, 9)[None]
