@@ -3,7 +3,7 @@
 # fmt: off
 ROWS_OF_BUGS = [
     ('drafts_past_the_decision', 'inference/engine.py', 'Engine.propose', '(depth + 1 for depth', '(depth + 2 for depth', ['tests/inference/test_adaptive_policy.py::test_rounds_that_end_early_leave_no_gap[medusa-one]'], 'a round drafts one more token than the policy decided'),
-    ('ended_round_counts_as_stored', 'inference/proposers/independent.py', 'Independent.propose', 'len(text) + x.shape[1] - 1', 'len(text) + K - 1', ['tests/inference/test_adaptive_policy.py::test_rounds_that_end_early_leave_no_gap[independent-one]'], 'a draft model reads slots that no pass has written'),
+    ('ended_round_counts_as_stored', 'inference/proposers/independent.py', 'Independent._drafted', 'len(text) + x.shape[1] - 1', 'len(text) + max(k) - 1', ['tests/inference/test_adaptive_policy.py::test_rounds_that_end_early_leave_no_gap[independent-one]'], 'a draft model reads slots that no pass has written'),
     ('rounds_never_end_early', 'inference/models/step.py', 'one_by_one', 'if depth and not goes_on(depth - 1):', 'if False:', ['tests/inference/test_adaptive_policy.py::test_no_pass_follows_the_decision_to_stop[eagle]'], 'drafts are paid for and thrown away'),
     ('first_drafts_always', 'inference/adaptive_policy.py', 'CallDecisions.open', 'self.policy.longest if k and self.asks else k', 'self.policy.longest if self.asks else k', ['tests/inference/test_adaptive_policy.py::test_nothing_is_drafted_if_nothing_pays'], 'drafting when nothing pays'),
     ('gain_of_rows_at_their_limit', 'inference/adaptive_policy.py', 'CallDecisions.goes_on', '> depth + more', '> depth + more - 1', ['tests/inference/test_adaptive_policy.py::test_rows_whose_limit_is_near_gain_nothing'], 'drafts past the last token of every row'),
