@@ -21,7 +21,6 @@ from inference.drafts.draft_folder import PlannedTree
 from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
 from inference.models import packing
-from inference.models.packing import widened_draft
 from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
@@ -83,7 +82,7 @@ class Plan:
         to 8 bits."""
         if self.int8 and not packing.serves(self.served):
             return self.served
-        return (widened_draft if isinstance(self.served, FeatureNetwork) else widened)(self.served, copied=True)
+        return (packing.widened_draft if isinstance(self.served, FeatureNetwork) else widened)(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":
         """Return a copy of the plan for `rows` texts decoded at once, with the same served draft."""

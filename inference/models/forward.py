@@ -179,16 +179,23 @@ class Lean:
         attend, weights = attention(self.mask(window), self.shape), self.prompts if stored else self.weights
         return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers, stored)
 
+    @property
+    def chains(self) -> bool:
+        """Return whether one operator of `kernels.cpp` can draft a chain: layers and head have packed copies."""
+        head = self.weights.head
+        packed = self.flat is not None and isinstance(head, llama.Linear) and head.packed is not None
+        return packed and self.scale is None
+
     def chain(
         self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int
     ) -> tuple[Tensor, Tensor] | None:
-        """Return K drafts per row and their distributions, by one operator; None if the model's layers or its head have
-        no packed copies. ids (A, n): what the first pass reads, from position start[a] (A,) on; the first draft follows
-        its column only[a] (A,). round: simple, see `Round.pure`. limit: the number of slots that all passes read."""
+        """Return K drafts per row and their distributions, by one operator; None without `chains`. ids (A, n): what the
+        first pass reads, from position start[a] (A,) on; the first draft follows its column only[a] (A,). round:
+        simple, see `Round.pure`. limit: the number of slots that all passes read."""
         self.refresh(limit)
-        head = self.weights.head
-        if self.flat is None or self.scale is not None or not isinstance(head, llama.Linear) or head.packed is None:
+        if not self.chains:
             return None
+        head: Any = self.weights.head
         none, temperature = self.angles[0].new_empty(0), round.tensors["temperature"]
         self.cache.allocate(self.shape.groups, self.shape.size, none)
         keys, values = self.cache.stored(len(ids))

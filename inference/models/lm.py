@@ -232,12 +232,17 @@ class LM:
         fit = partial(fitted, vocabulary=self.vocabulary)
         return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
+    @property
+    def chains(self) -> bool:
+        """Return whether one operator may draft a chain (`chain`)."""
+        return isinstance(self.run, Lean) and self.run.chains and self.vocabulary == self.size
+
     def chain(self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int) -> Drafts | None:
         """Return K drafts per row (A, K) and their distributions (A, K, V), by one operator of `kernels.cpp`; None if
         it cannot make them. The arguments are those of `Lean.chain`."""
-        fits = limit <= self.context and ids.shape[1] <= SHORT and self.vocabulary == self.size
-        if not fits or not isinstance(self.run, Lean):
+        if limit > self.context or ids.shape[1] > SHORT or not self.chains:
             return None
+        assert isinstance(self.run, Lean)
         self.cache.aim(Window(0, len(ids), ids, None, limit))
         return self.run.chain(ids, start, only, round, K, limit)
 

@@ -563,7 +563,7 @@ class Eagle(Proposer):
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
             packs = packing.can_pack(self.network) and self.network.dtype == torch.float32
-            self.int8 = self.int8 and (self.network.dtype != torch.float32 or packs and packing.has_kernels())
+            self.int8 = self.int8 and (self.network.dtype != torch.float32 or packing.serves(self.network))
             # first, since it moves weights, which are stamped and shared after it
             flat = self.network.of_kernel(self.int8) if packs and isinstance(self.network, EagleNetwork) else None
             self.served = self._copied(packs)

@@ -171,8 +171,8 @@ class Independent(Proposer):
 
     def _chain(self, round: Round, k: list[int]) -> Proposal | None:
         """Return all drafts from one operator, or None if it cannot make them. k: drafts per row."""
-        simple = round.pure(max(k), self.greedy, simple=True, nucleus=True)
-        if simple is None or self.lm.device.type != "cpu":
+        simple = round.pure(max(k), self.greedy, simple=True, nucleus=True) if self.lm.chains else None
+        if simple is None:
             return None
         lacking = self._lacking(round.texts, k)
         sent = self.sent = round.send(k, **lacking)
