@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from math import inf
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def test_every_stage_is_a_target_and_limits_reach_the_tests() -> None:
 
 
 @pytest.mark.thorough
-def test_every_planted_bug_can_be_planted() -> None:
+def test_every_planted_bug_can_be_planted_and_names_tests_that_are_here() -> None:
     for row in run_mutants.MUTANTS:
         row.applied(run_mutants.ROOT)
+    named = {test for row in run_mutants.MUTANTS for test in row.tests}
+    collected = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *named]
+    asked = subprocess.run(collected, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert asked.returncode == 0, asked.stderr[-2000:]
 
 
 def test_no_planted_bug_is_tried_once_the_time_is_over(tmp_path: Path) -> None:
