@@ -68,7 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
         try:
-            return main(sys.argv[1:])
+            status = main(sys.argv[1:])
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError as error:
+            return _failed("", error)
         finally:  # while the process exits, too, a signal ends it without a traceback
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     argv = sys.argv[1:] if argv is None else argv

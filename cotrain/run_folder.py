@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from cotrain import __version__
 from cotrain.config.base import Mark, marked
-from cotrain.config.names import REMOVED
+from cotrain.config.names import ANY, REMOVED
 from cotrain.config.settings import SCHEMAS, flat
 from cotrain.errors import UserError
 from inference.drafts.atomic import write_atomic
@@ -410,7 +410,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
         group, _, name = key.partition(".")
         settings = marker.get("settings")
         values = settings.get(group) if isinstance(settings, dict) else None
-        if isinstance(values, dict) and name in values and values[name] == removed.neutral:
+        if isinstance(values, dict) and name in values and removed.neutral in (values[name], ANY):
             del values[name]
     return marker
 

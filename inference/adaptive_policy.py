@@ -59,7 +59,7 @@ class Adaptive:
     batch, and so may a row's text; its distribution does not.
 
     The estimates read each draft's distribution on the host, so a GPU waits once per draft. Drafts that are made in one
-    call (compiled, or CUDA graphs) are not interrupted; their number is chosen before the call. Raises ValueError if
+    call (CUDA graphs) are not interrupted; their number is chosen before the call. Raises ValueError if
     the lists in `seconds` differ in length, or if a number is out of its range.
     """
 

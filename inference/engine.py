@@ -54,10 +54,9 @@ class Engine:
     `verify.rules.RULES`, or a custom rule. policy: chooses the draft length of each row in each round. tokenizer:
     encodes and decodes text; None for the one at the target's path, or for prompts as ids only. rows: number of prompts
     that are decoded together; other prompts wait (see `scheduler`). context: the largest number of tokens per row,
-    prompt included; None for the target's own. compile: whether to compile the target's short passes, or on a GPU to
-    record them as CUDA graphs (see `models.replay`); None for only on a GPU. The first compiled passes take seconds.
-    record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`). template: arguments
-    of the chat template that renders messages, such as enable_thinking.
+    prompt included; None for the target's own. graphs: whether rounds are recorded as CUDA graphs on a GPU (see
+    `models.replay`). record: receives the rounds of each call, with p, q and u of each draft (see `report.replay`).
+    template: arguments of the chat template that renders messages, such as enable_thinking.
 
     A row ends with finish "error" if its next token has no distribution. The causes: its settings allow no token, one
     of its processors raises, or the target's logits are NaN or infinite. Other rows continue.
@@ -81,7 +80,7 @@ class Engine:
         context: int | None = None,
         dtype: torch.dtype | str | None = None,
         device: torch.device | str | None = None,
-        compile: bool | None = None,
+        graphs: bool = True,
         record: RoundRecorder | None = None,
         template: Mapping[str, Any] | None = None,
     ) -> None:
@@ -110,13 +109,13 @@ class Engine:
             )
         self.proposer, self.rule, self.policy, self.tokenizer, self.rows = proposer, rule, policy, tokenizer, rows
         self.record, self.template = record, template or {}
-        self._new_target = partial(LM, target, rows, context=context, compile=compile, spare=spare_slots(rows))
+        self._new_target = partial(LM, target, rows, context=context, graphs=graphs, spare=spare_slots(rows))
         self._open()
 
     def _open(self) -> None:
         """Prepare the target with its present weights, and allocate new slots."""
         self.target = self._new_target(vocabulary=vocabulary_of(self._new_target.args[0], self.tokenizer))
-        self.replay = replay_of(self.target.model, self.target.uses_graphs)
+        self.replay = replay_of(self.target.model, self.target.graphs)
         self.ends, self.slots = ends_of(self.target.model), Slots(self.target)
         pads, encoder = pads_of(self.target.model, self.tokenizer), source_limits(self.target.model)
         self.reader = PromptReader(self.target, self.ends, self.tokenizer, pads, encoder, self.template)
@@ -377,7 +376,7 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         """Raise TypeError, so that `copy.deepcopy` and pickle fail with a clear message."""
         raise TypeError(
-            "Engine: an engine cannot be copied or pickled, because of its keys, values and compiled passes; copy "
+            "Engine: an engine cannot be copied or pickled, because of its keys, values and CUDA graphs; copy "
             "its model and make another engine: Engine(copy.deepcopy(model), ...)"
         )
 

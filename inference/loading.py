@@ -70,7 +70,7 @@ def load(
                 f"{draft.path}: its target {path} cannot be loaded ({reason}); give target= the target or its path"
             ) from error
     metadata = _with_defaults(metadata, served, settings)
-    beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata, settings.get("compile"))
+    beside = LoadArguments(target, hash_target(target.config, tokenizer), metadata)
     proposer_class = kind_of(kind or draft.kind)
     if metadata and metadata.tree and not proposer_class.drafts_trees:
         raise ValueError(

@@ -8,14 +8,14 @@ from the host to the device (`DecodingRound.send`) and one read back (the table 
 
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from operator import is_
 
 import torch
 from torch import Tensor
 
+from inference.models.passes import ChainDraws
 from inference.models.replay import Pure
-from inference.models.step import Tempered
 from inference.policy import Decisions
 from inference.proposers.base import Numbers, Siblings
 from inference.request import Request
@@ -359,27 +359,19 @@ class DecodingRound:
 
     # The round as a function of tensors, see `models.replay`
 
-    def pure(
-        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
-    ) -> Pure | None:
-        """Return the round as a function of the tensors that it reads, or None if it reads anything else (as the user's
-        processors do).
+    def chain_draws(self, depths: int, greedy: bool) -> ChainDraws | None:
+        regimes = self.batch.regimes
+        greedy = greedy or not any(regimes.temperatures)
+        cut = regimes.cut and (greedy or regimes.max_top_k or regimes.any_min_p)
+        if self.rule.shared or self.batch.penalties or cut or not (greedy or all(regimes.temperatures)):
+            return None
+        none = self.temperature[:0]
+        return ChainDraws(
+            self._streams(depths)[0], none if greedy else self.temperature, regimes.tails if regimes.cut else none
+        )
 
-        depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
-        the settings are. simple: whether to return a round that depends only on uniforms and temperatures; None is
-        returned if distributions or draws depend on other settings. trees: whether the proposer draws children.
-        nucleus: whether a simple round may depend on top-p too, as its tensor `tails` (A,), 1 - top-p.
-        """
-        regimes, penalties = self.batch.regimes, self.batch.penalties
-        if simple:
-            greedy = greedy or not any(regimes.temperatures)
-            nucleus = nucleus and not (greedy or regimes.max_top_k or regimes.any_min_p)
-            cut = regimes.cut and not nucleus
-            if self.rule.shared or penalties or cut or not (greedy or all(regimes.temperatures)):
-                return None
-            tensors = {"u": self._streams(depths)[0], "temperature": self.temperature}
-            tensors |= {"tails": regimes.tails} if regimes.cut else {}
-            return Pure(tensors, partial(_tempered, greedy=greedy), greedy)
+    def pure(self, depths: int = 0, trees: bool = False) -> Pure | None:
+        penalties = self.batch.penalties
         if self.batch.own:
             return None
         sent, numbers = self.send(), self._numbers
@@ -404,10 +396,6 @@ class DecodingRound:
         if "branches" in tensors:
             round._branches = tensors["branches"]
         return round
-
-
-def _tempered(tensors: Mapping[str, Tensor], greedy: bool) -> Tempered:
-    return Tempered(tensors["u"], tensors["temperature"], greedy)
 
 
 def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,7 @@ def verify(
     traced: bool = False,
     top: int | None = None,
 ) -> RoundResult:
-    """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, compiled, or
-    directly.
+    """Verify the drafts of a round, and return the result. `replay` computes it: as a CUDA graph, or directly.
 
     logits (A, N+1, V): the target's; column 0 comes after each row's anchor (the last token of its text), column i + 1
     after draft i. asked (A,): number of drafts of each row. traced: whether to append the columns of `trace.trace` to

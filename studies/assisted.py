@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from transformers import CompileConfig, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from inference.measure.arms import (
     ENDS,
@@ -30,23 +30,18 @@ def assisted_arm(
     assistant: PreTrainedModel | None = None,
     k: int | None = None,
     rows: int | None = None,
-    compile: bool = False,
     **settings: Any,
 ) -> Arm:
     """Return an arm like `arms.transformers_arm`, with more of what transformers can do.
 
     assistant: a draft for assisted generation, one prompt at a time. k: constant draft length, None for that of the
-    assistant's generation_config. rows: number of prompts decoded together, None for all; there is no queue. compile:
-    use transformers' static cache and compilation, on any device. settings: more arguments of generate, such as
-    prompt_lookup_num_tokens.
+    assistant's generation_config. rows: number of prompts decoded together, None for all; there is no queue. settings:
+    more arguments of generate, such as prompt_lookup_num_tokens.
 
     Raises ValueError for sampling settings that this arm cannot express.
     """
     refuse(sampling, *ENDS, *UNTRANSLATED)
     config = generation_config(sampling, max_new_tokens)
-    if compile:
-        config.cache_implementation, config.compile_config = "static", CompileConfig(mode="default")
-        config.compile_config._compile_all_devices = True  # else it compiles only on accelerators
     single = assistant is not None or "prompt_lookup_num_tokens" in settings
     if assistant is not None:
         settings["assistant_model"] = assistant

@@ -128,7 +128,7 @@ def measured(
 ) -> dict[str, Any]:
     """The costs of rounds, as `cotrain plan costs=` reads them."""
     proposer = KINDS[kind][2](network)
-    lm = LM(target, rows, compile=None)
+    lm = LM(target, rows, graphs=True)
     return asdict(measure_costs(lm, proposer, longest, context=context, repeats=REPEATS, warmup=WARMUP))
 
 
@@ -137,7 +137,7 @@ def pass_seconds(
     target: PreTrainedModel, rows: int, numbers: Sequence[int], context: int = CONTEXT
 ) -> dict[int, float]:
     """Median seconds of a pass of the target by its ids a row."""
-    lm = LM(target, rows, compile=None)
+    lm = LM(target, rows, graphs=True)
     store_prompts(lm, 0, [[0] * context for _ in range(rows)])
     ids = torch.zeros(rows, max(numbers), dtype=torch.int64, device=target.device)
 

@@ -76,7 +76,6 @@ from transformers import AutoTokenizer
 from cotrain.cli import main as cotrain
 from cotrain.config.drafts import DRAFTS
 from cotrain.planning.costs_file import speedup_table, speedups_of
-from cotrain.planning.plan import CompiledParts
 from cotrain.training.job import models
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
@@ -434,7 +433,7 @@ def learning(day: Day) -> None:
 
 # --- c: speeds
 
-BENCH = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2] compile=false".split()]
+BENCH = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2]".split()]
 
 
 def drafts_here(day: Day) -> list[str]:
@@ -453,7 +452,7 @@ def options(day: Day, name: str, seconds: float) -> list[str]:
 
 
 def graphs(day: Day, rows: int) -> dict[str, Any]:
-    """The first draft and plain decoding, each with recorded graphs (on a CPU: compiled) and without, and transformers,
+    """The first draft and plain decoding, each with recorded graphs (on a GPU) and without, and transformers,
     in turn: speeds, each over the fastest plain decoding, and the verdict on each draft."""
     name, path = drafts_here(day)[0].split("=", 1)
     changes = [one.removeprefix("--set=") for one in BENCH] if day.small else []
@@ -466,8 +465,8 @@ def graphs(day: Day, rows: int) -> dict[str, Any]:
     sampling, new = plan.sampling, plan.bench.new_tokens
     here: dict[str, Chosen] = {}
     plains: dict[str, Engine] = {}
-    for on in (False,) if day.small and device() == "cpu" else (True, False):
-        mine = replace(plan, compiled=CompiledParts(on, on, on))
+    for on in (True, False) if device() == "cuda" else (False,):
+        mine = replace(plan, graphs=on)
         label = "graphs" if on else "no graphs"
         draft = replace(cells.drafts[name], name=f"draft, {label}")
         here[draft.name] = Chosen(draft, mine, chosen.length, mine.engine(chosen.length), chosen.speedup)

@@ -12,7 +12,7 @@ from typing import Any
 from cotrain.bench.measurement import prepare
 from cotrain.planning.forecast import acceptance
 from cotrain.planning.plan import Plan
-from cotrain.planning.planner import MeasuredCosts, choose_compiled, plain_texts, plan_length, text_figures
+from cotrain.planning.planner import MeasuredCosts, measured_costs, plain_texts, plan_length, text_figures
 from cotrain.students.base import DEFAULT, student_class
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import Folder
@@ -79,7 +79,8 @@ class Study:
             costs = {}
             for i, draft in enumerate(self.drafts):
                 ends = now + share * PLANNING * (i + 1) / len(self.drafts)
-                costs[draft.name] = choose_compiled(self.ready(draft, temperature, rows), ends)
+                plan = self.ready(draft, temperature, rows)
+                costs[draft.name] = plan, measured_costs(plan, ends)
             for i, rule in enumerate(rules):
                 ends = now + share * (PLANNING + (TIMING - PLANNING) * (i + 1) / len(rules))
                 yield self.cell(temperature, rows, rule, costs, ends)

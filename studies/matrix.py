@@ -30,7 +30,7 @@ from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.planning.forecast import forecast
 from cotrain.planning.plan import Plan
-from cotrain.planning.planner import choose_compiled, measure_acceptance
+from cotrain.planning.planner import measure_acceptance, measured_costs
 from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
 from cotrain.training.job import models
@@ -109,14 +109,13 @@ def _servers(plan: Plan, grid: Grid, stack: ExitStack) -> dict[str, Server]:
 
 
 def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) -> dict[str, Any]:
-    plan, measured = choose_compiled(plan)
-    size, sampling, costs = plan.bench, plan.sampling, measured.costs
+    size, sampling, costs = plan.bench, plan.sampling, measured_costs(plan).costs
     most = max(plan.depths)
     k, fixed = forecast(measure_acceptance(plan), costs).among(range(1, most + 1)).k, min(grid.k, most)
     lengths = {"speculative": k, f"speculative k={fixed}": fixed, "plain": 0}
     token = replace(plan, verify="token")  # the rule of the other engines
     engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}
-    lm = plan.proposer(counted=True).language_model(size.rows, engines["plain"].target.vocabulary)
+    lm = plan.proposer().language_model(size.rows, engines["plain"].target.vocabulary)
     arms = [
         *plan.arms(engines | {"ngram": plan.engine(fixed, proposer=NGram())}),
         *_transformers(plan, fixed, lm),
@@ -127,7 +126,7 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     timing = interleave(arms, prompts, queue, size.seed)
     entry = _entry(timing, costs, lengths, sampling)
     floor = _floor(engines["plain"].target, lm, costs, k, machine)
-    return entry | {"compiled": plan.compiled._asdict(), "floor": floor}
+    return entry | {"floor": floor}
 
 
 def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
@@ -137,8 +136,6 @@ def _transformers(plan: Plan, k: int, lm: LM | None) -> list[Arm]:
     new, sampling = plan.bench.new_tokens, plan.sampling
     rows = plan.bench.rows
     arms = [assisted_arm("transformers", plan.target, sampling, new, rows=rows)]
-    if plan.bench.compile and rows == 1:  # it compiles each shape separately, which takes minutes
-        arms.append(assisted_arm("transformers compiled", plan.target, sampling, new, rows=rows, compile=True))
     if rows == 1 and lm is not None:
         arms += [
             assisted_arm("transformers assisted", plan.target, sampling, new, assistant=lm.model),
@@ -197,11 +194,11 @@ def line(cell: dict[str, Any]) -> str:
         k = f", k {arm['k']}" if "k" in arm else ""
         tau = f", tau {arm['tau']:.2f}" if arm["tau"] else ""
         rows.append(f"  {name:24}{arm['speed']:8.1f} tokens/s  {ratio['value']:5.2f}x{interval}{tau}{k}{share}")
-    costs, on = cell["costs"], [name for name, compiled in cell["compiled"].items() if compiled]
+    costs = cell["costs"]
     target, rest = (", ".join(f"{1e3 * value:.2f}" for value in costs[part]) for part in ("target", "rest"))
     rows.append(
         f"  milliseconds: target {target}; draft {1e3 * costs['draft']:.2f}, first {1e3 * costs['first']:+.2f}; rest "
-        f"{rest}; compiled: {', '.join(on) or 'nothing'}"
+        f"{rest}"
     )
     floor = cell["floor"]
     rows.append(

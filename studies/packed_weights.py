@@ -2,7 +2,7 @@
 
     python -m studies.packed_weights --output OUT.json [--target smollm2] [--ids 1,2,4,5,9,17,64,512] [--repeats 15]
 
-Both ways are timed in turn, after 200 stored tokens, nothing compiled; a figure is a median in milliseconds. So is
+Both ways are timed in turn, after 200 stored tokens; a figure is a median in milliseconds. So is
 `read`: a sum over as many bytes as the copies have, in the same turns. Raises ValueError for a target that is not
 packed on this CPU.
 """

@@ -10,7 +10,7 @@
 
 A draft is a folder, or the settings with which `cotrain train` would begin one: "draft=retrieval", "draft=quantised",
 "draft=hybrid init=pretrained draft.path=FOLDER". A cell is a draft, a regime, a number of rows and a task. Plain
-decoding and the draft take turns on the task's prompts, both compiled if that is faster. The first prompts of each
+decoding and the draft take turns on the task's prompts. The first prompts of each
 task are not timed: the draft length, or with --set bench.trees=16 the tree, is chosen on them. With --plan stored it is
 the folder's. Drafts learn from prompts that the target samples, so no draft has learnt from these. OUT.json holds all
 cells that are done, and a run measures those that are missing. --beside compares with other engines, see

@@ -165,7 +165,6 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
         "new_tokens": new,
         "drafts": planned,
         "versions": versions,
-        "compiled": plan.compiled._asdict(),
         "batches": reached.runs,
         "cores_of_others": reached.others,
         "engines": {name: speed(timing, name, arms[0].name) for name in timing.arms},

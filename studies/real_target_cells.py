@@ -18,11 +18,11 @@ from cotrain.data.conversations import Template
 from cotrain.data.splits import Prompts, apart
 from cotrain.paths import folder as shipped
 from cotrain.planning.forecast import Forecast
-from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import (
     MeasuredCosts,
     choice_line,
-    choose_compiled,
+    measured_costs,
     plain_texts,
     plan_draft,
     rounds_of,
@@ -46,10 +46,10 @@ REGIMES = {
 }
 PLANNED_ON = 4  # prompts of a task that plan its drafts; the others are timed
 PLAN_TOKENS, PLAN_TEXTS = 40, 16  # tokens of each text that plans, and how many texts
-CHOICE_TOKENS = 16  # of each text that is timed with and without compiling
+COST_TOKENS = 16  # of each text that the costs of parts are scaled to
 TIMED = 10  # batches that are timed, if there is time
 PLANNING, TIMING = 0.3, 0.75  # of the seconds of a cell, when each part ends; checks have the rest
-SIZES = ["prompt_tokens=1024", "new_tokens=64", "quick_prompts=1", "compile=true", "depths=[1,2,3,4,5,6,7,8]"]
+SIZES = ["prompt_tokens=1024", "new_tokens=64", "quick_prompts=1", "depths=[1,2,3,4,5,6,7,8]"]
 Key = tuple[str, str, int, str]  # of a cell: draft, regime, rows, task
 
 
@@ -97,22 +97,22 @@ def draft_of(name: str, asked: str, cfg: Any, target: Any, tokenizer: Any) -> Dr
         about.objective if about else "sampled",
         kind=folder.kind,
     )
-    plan = replace(plan, draft=plan.served)  # all cells share one network, and so its compiled passes
+    plan = replace(plan, draft=plan.served)  # all cells share one network
     size = sum(weight.numel() for weight in network.parameters() if weight.requires_grad)
     return Draft(name, folder, plan, size, trained(folder) if about else None)
 
 
 @dataclass
 class Cells:
-    """Drafts and prompts by task, and what the cells share: which parts are compiled with the costs of each part, by
-    draft, regime and rows; and texts of plain decoding that plans are made on, by regime and task. stored: drafts are
+    """Drafts and prompts by task, and what the cells share: the costs of each part, by draft, regime and
+    rows; and texts of plain decoding that plans are made on, by regime and task. stored: drafts are
     measured as their folders were planned. seconds: of a cell."""
 
     drafts: Mapping[str, Draft]
     prompts: Mapping[str, Prompts]
     stored: bool
     seconds: float
-    parts: dict[tuple[str, str, int], tuple[CompiledParts, MeasuredCosts]] = field(default_factory=dict)
+    parts: dict[tuple[str, str, int], MeasuredCosts] = field(default_factory=dict)
     texts: dict[tuple[str, str], Emitted] = field(default_factory=dict)
 
     def cell(self, key: Key) -> dict[str, Any]:
@@ -144,15 +144,12 @@ class Cells:
         plan = replace(plan, sampling=whole.sampling)
         if (name, regime, rows) not in self.parts:
             few = at(plan, 1.0, rows)
-            few.bench.new_tokens = min(CHOICE_TOKENS, plan.bench.new_tokens)
-            compiled, costs = choose_compiled(replace(few, sampling=plan.sampling, tree=None))
-            self.parts[name, regime, rows] = compiled.compiled, costs
+            few.bench.new_tokens = min(COST_TOKENS, plan.bench.new_tokens)
+            self.parts[name, regime, rows] = measured_costs(replace(few, sampling=plan.sampling, tree=None))
         if (regime, task) not in self.texts:
             self.texts[regime, task] = plain_texts(plan, PLAN_TEXTS)
-        compiled_parts, costs = self.parts[name, regime, rows]
-        plan, alone = replace(plan, compiled=compiled_parts), costs.alone
-        chains = replace(plan, tree=None)
-        rounds = rounds_of(chains, (0, *spans_of(chains.proposer(counted=True))), until)  # of this task
+        chains, alone = replace(plan, tree=None), self.parts[name, regime, rows].alone
+        rounds = rounds_of(chains, (0, *spans_of(chains.proposer())), until)  # of this task
         timed_costs = MeasuredCosts(alone, alone, {}).at(rounds)
         plan, costs, chosen = plan_draft(plan, timed_costs, self.texts[regime, task], until)
         return replace(plan, bench=whole.bench), costs.costs, chosen
@@ -183,7 +180,6 @@ def figures(one: Chosen, costs: Costs, chosen: Forecast, timing: Timing, reached
         "tree": list(plan.tree.parents) if plan.tree else None,
         "rule": plan.rule,
         "planned": choice_line(chosen),
-        "compiled": plan.compiled._asdict(),
         "int8": plan.int8,
         # decode: without the prefill; expected: of that, at the tau that these very texts must have
         "speedup": {

@@ -30,7 +30,7 @@ NOTED = [  # texts on the page, in the order of their numbers
     "Tokens per target call",
     "Speed-up by draft length",
     "Milliseconds of a round",
-    "(a) coupled text equals plain text",
+    "(a) with shared noise the texts",
 ]
 MARK = """((texts) => {
     const part = (title) => [...document.querySelectorAll('h2')].find((e) => e.textContent === title);

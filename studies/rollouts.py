@@ -2,7 +2,7 @@
 
     python -m studies.rollouts outputs/demo/draft outputs/results/rollouts.json
 
-Prompts and lengths as `cotrain train` samples them, temperature 1, both sides in turn, batch by batch, uncompiled as in
+Prompts and lengths as `cotrain train` samples them, temperature 1, both sides in turn, batch by batch, as in
 training; tokens a second, end tokens ignored so that both emit as many.
 """
 

@@ -57,9 +57,9 @@ def model(width: int, vocabulary: int, tokens: int | None, rank: int | None) -> 
     return network
 
 
-def steps(network: PreTrainedModel, batch: int, compile: bool) -> tuple[LM, Step, Step]:
+def steps(network: PreTrainedModel, batch: int) -> tuple[LM, Step, Step]:
     """The LM after a text of `TEXT` tokens in each row, its step, and the pass of it alone."""
-    lm = LM(network, batch, compile=compile)
+    lm = LM(network, batch, graphs=True)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(lm.vocabulary, (batch, TEXT), generator=generator).to(lm.device)
     u, starts = torch.rand(batch, generator=generator).to(lm.device), [TEXT] * batch
@@ -113,7 +113,7 @@ def cell(width: int, vocabulary: int, dtype: str, batch: int, asked: Any) -> dic
     made, size = {}, {}
     for name, (tokens, rank) in heads(asked.tokens, asked.ranks).items():
         network = torch.nn.Module.to(model(width, vocabulary, tokens, rank), asked.device, getattr(torch, dtype))
-        made[name] = steps(network, batch, asked.device == "cuda")
+        made[name] = steps(network, batch)
         size[name] = weight_bytes(made[name][0])[0]
     found = timed(made, asked.repeats)
     for name, one in found.items():

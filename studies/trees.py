@@ -87,7 +87,7 @@ class Study:
             raise ValueError(f"{kind}={folder}: the folder is of kind {found.kind}")
         self.kind, self.target, self.proposes = kind, target, kind_of(kind)
         hashes = hash_target(target.model.config, target.tokenizer)
-        beside = LoadArguments(target.model, hashes, found.metadata, None)
+        beside = LoadArguments(target.model, hashes, found.metadata)
         self.network = widened(self.proposes.load_network(found.path, beside))
         self.known: dict[tuple[Any, ...], tuple[float, float]] = {}
 

@@ -63,7 +63,7 @@ Made = Callable[[Any], Any]  # of the target
 
 
 def _draft(_: Any) -> Any:
-    return Independent(near(tiny()).to("cuda"), compile=True)
+    return Independent(near(tiny()).to("cuda"))
 
 
 KINDS = (
@@ -118,7 +118,7 @@ def rounds_of(name: str) -> Iterator[Any]:
     """The rounds of a setting on the current device after the first ones, in which most graphs are recorded."""
     make, rule, sampling = SETTINGS[name]
     target = tiny().to("cuda")
-    engine = Engine(target, make(target), verify=rule, policy=Fixed(K), rows=ROWS, compile=True)
+    engine = Engine(target, make(target), verify=rule, policy=Fixed(K), rows=ROWS)
     rounds = engine.rounds(engine.begin(PROMPTS, 200, sampling, ignore_eos=True))
     for _ in range(FIRST):
         next(rounds)

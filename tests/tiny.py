@@ -1,9 +1,6 @@
 """Tiny random models that every test can afford."""
 
 import copy
-import shutil
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +8,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def compiles(test: Callable[..., None]) -> Callable[..., None]:
-    """A thorough test that needs torch.compile, whose first run takes minutes on a busy machine."""
-    found = any(map(shutil.which, ("g++", "clang++", "c++")))
-    patient = pytest.mark.timeout(600)
-    test = pytest.mark.thorough(test)
-    return patient(pytest.mark.skipif(not found, reason="no C++ compiler")(test))
-
-
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `torch.compile` traces runs as it is. Which graphs there are, what is an input of them and what is baked in
-    shows there; code for this machine, which takes many times as long, is generated where a test has `compiles`."""
-    torch._dynamo.utils.counters.clear()  # of graphs of earlier tests
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr("inference.models.replay.Compiled.failed", False)
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are recorded by the buckets of CUDA graphs, on a CPU without graphs, in slots that start few."""
+    monkeypatch.setattr("inference.models.replay.Recorded.possible", lambda device: True)
+    monkeypatch.setattr("inference.models.lm.FIRST_SLOTS", 8)
+    monkeypatch.setattr("inference.models.replay.FEWEST", 8)
+    monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
 
 
 def tiny(

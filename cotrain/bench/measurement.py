@@ -14,7 +14,7 @@ from cotrain.planning.planner import (
     BATCH,
     advice,
     choice_line,
-    choose_compiled,
+    measured_costs,
     plain_texts,
     plan_draft,
     plan_entries,
@@ -62,7 +62,7 @@ def quick(plan: Plan, k: int) -> dict[str, float]:
     timing = interleave(arms, plan.ranking(0, plan.bench.quick_prompts), plan.bench.rows, plan.bench.seed)
     stats, speedup = timing.stats("speculative"), timing.ratio("speculative", "plain")
     tau, decoding = stats.tau if stats else nan, timing.ratio("speculative", "plain", decode=True).value
-    k = min(k, plan.proposer(counted=True).depths or k)
+    k = min(k, plan.proposer().depths or k)
     if k not in plan.known:
         plan.known.update(rounds_of(plan, (0, k), until=0.0))
     predicted = tau * plan.known[0].seconds / plan.known[k].seconds
@@ -95,15 +95,14 @@ def prepare(plan: Plan) -> None:
     prompts are used, since these are not timed later."""
     if not student_class(plan.kind).calibrated:
         return
-    size, replayed = plan.bench, plan.target.device.type == "cuda"
-    served = replace(plan, compiled=plan.compiled._replace(plain=replayed, target=replayed, draft=replayed))
+    size = plan.bench
 
     def drafting(proposer: Proposer) -> Engine:
-        return served.engine(max(size.depths), proposer=proposer)
+        return plan.engine(max(size.depths), proposer=proposer)
 
     prompts = plan.ranking(0, max(4 * size.quick_prompts, size.rows))
-    trials = Trials(drafting, served.plain, prompts, plan.sampling, size.new_tokens, size.seed)
-    settings = plan.student(plan.draft).calibrate(served.proposer(), trials)
+    trials = Trials(drafting, plan.plain, prompts, plan.sampling, size.new_tokens, size.seed)
+    settings = plan.student(plan.draft).calibrate(plan.proposer(), trials)
     for network in (plan.draft, plan.served, plan.running):
         network.config.update(settings)
 
@@ -132,10 +131,9 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     report's `extra`; None for none."""
     size = plan.bench
     budget = Budget(60 * size.minutes, time.perf_counter())
-    # all plans share one network: what is compiled for it is not compiled again
     given, plan = plan.tree, replace(plan, draft=plan.served, tree=None)
     with working("bench: costs of rounds"):
-        plan, costs = choose_compiled(plan, budget.until(COSTS))
+        costs = measured_costs(plan, budget.until(COSTS))
     with working("bench: acceptance on texts of the target"):
         texts = plain_texts(plan, FEW if budget.over(COSTS) else BATCH)
         plan, costs, chosen = plan_draft(replace(plan, tree=given), costs, texts, budget.until(COSTS))
@@ -161,7 +159,6 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "costs": asdict(costs.costs),
         "costs_alone": asdict(costs.alone),
         "rounds": {str(at): asdict(one) for at, one in sorted(costs.rounds.items())},
-        "compiled": plan.compiled._asdict(),
         "advice": sentence,
         "timing": asdict(reached),
         "plain_step": floor,

@@ -99,7 +99,8 @@ def run(cfg: ExportConfig) -> None:
     else:
         path = _features(cfg, served, metadata) if own else _plain(cfg, served)
     if layout or cfg.engine == "llamacpp":
-        print(f"wrote {path}\n{(path / 'README.md').read_text(encoding='utf-8')}")
+        serving = (path / "README.md").read_text(encoding="utf-8").split("\n## ")[1]
+        print(f"wrote {path}, with a card, README.md, which says:\n{serving}")
     else:
         _print_launch(path, cfg, metadata)
         if not own:

@@ -449,8 +449,6 @@ class Bench(Settings):
     folder: as the folder was measured."""
     draft_int8: bool | None = True
     """On a CPU, serve the draft with 8-bit weights; null: as the folder was measured, else true."""
-    compile: bool = False
-    """Compile the short passes of both models, see inference/models/replay.py."""
     seed: int = 0
     """The seed of the sampled texts."""
     trees: Nodes = 0

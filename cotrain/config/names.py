@@ -4,16 +4,19 @@ import difflib
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+ANY: Any = object()  # of a setting that no value of changes a draft
+
 
 class Removed(NamedTuple):
-    """A setting of earlier versions. neutral: the value with which it had no effect; a stored run with this value can
-    still be resumed. instead: what the user should do now, for the message."""
+    """A setting of earlier versions. neutral: the value with which it had no effect, or ANY; a stored run with this
+    value can still be resumed. instead: what the user should do now, for the message."""
 
     neutral: Any
     instead: str
 
 
 REMOVED = {
+    "bench.compile": Removed(ANY, "leave out bench.compile=; kernels of this CPU serve small models"),
     "loss.hardest": Removed(1.0, "leave out loss.hardest="),
     "draft.confidence": Removed(None, "leave out draft.confidence=; policy.file= ends rounds early, see cotrain plan"),
     "init.cosine": Removed(0.0, "leave out init.cosine=; the loss alone trains the draft"),  # a run goes on without it

@@ -127,7 +127,7 @@ class TrainConfig(Settings):
     """Only learn one text of each domain until its drafts are accepted, to tell a wrong pipeline from a small draft;
     nothing is kept."""
     minutes: Annotated[Positive | None, Mark.LONGER] = None
-    """A budget for the whole run, measurement included; null: no budget."""
+    """A budget for sampling, training and measurement, without the checks of exactness; null: no budget."""
 
     @property
     def shards_target(self) -> bool:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, Prompts, apart
 from cotrain.planning.forecast import Acceptance, acceptance, forecast
-from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.plan import Plan
 from cotrain.planning.planner import costs_of, plain_texts
 from cotrain.ranks import awaited, rank
 from cotrain.students.base import student_class
@@ -164,8 +164,7 @@ def read_states(
 
 
 def exit_plan(job: TrainingJob, layers: int) -> Plan:
-    """Return a plan to measure an untrained exit after `layers` decoder layers, on the run's ranking prompts. On a GPU
-    both models are compiled, as in serving."""
+    """Return a plan to measure an untrained exit after `layers` decoder layers, on the run's ranking prompts."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
@@ -174,8 +173,7 @@ def exit_plan(job: TrainingJob, layers: int) -> Plan:
         given = apart(ranking, final, [], "own")
     else:
         given = apart(*shipped_ids(job.tokenizer, cfg.bench.prompt_tokens), [], "shipped")
-    graphs = job.target.device.type == "cuda"
-    return replace(job.plan_with(network, given), compiled=CompiledParts(graphs, graphs, graphs))
+    return job.plan_with(network, given)
 
 
 def exits(job: TrainingJob) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
-from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -28,15 +27,6 @@ from inference.proposers.eagle import FeatureNetwork
 from inference.source import SourcedText
 
 
-class CompiledParts(NamedTuple):
-    """Which models are compiled. plain: the target in plain decoding. target: the target in speculative rounds. draft:
-    the draft."""
-
-    plain: bool = False
-    target: bool = False
-    draft: bool = False
-
-
 @dataclass(frozen=True)
 class Plan:
     """A target and a draft to measure. Its methods return the engines and prompts that a measurement uses."""
@@ -49,12 +39,12 @@ class Plan:
     bench: Bench
     names: tuple[str, str]  # of target and draft, for messages and the report
     objective: str = "sampled"  # "sampled": drafts are drawn from q; "greedy": the likeliest tokens are drafted
-    compiled: CompiledParts = CompiledParts()
     given: Prompts | None = None  # None: the shipped prompts
     kind: str = DEFAULT  # the draft's
     known: dict[int, RealRound] = field(default_factory=dict)  # rounds by draft length, shared by all checkpoints
     planned: int | None = None  # the draft length to measure; None: the fastest of bench.depths
     adapter: str | None = None  # the target's, for the report
+    graphs: bool = True  # whether a GPU records rounds as CUDA graphs
     tree: PlannedTree | None = None  # drafted instead of a chain; `measure` compares it with the best chain first
 
     @cached_property
@@ -94,14 +84,12 @@ class Plan:
         """Return the student for the draft's kind, with `network` as its model."""
         return student_class(self.kind)(network, self.target)
 
-    def proposer(self, counted: bool = False) -> Proposer:
-        """Return the proposer that serves the draft. counted: whether tokens are only counted and nothing is timed. The
-        proposer is then not compiled on a CPU."""
-        compile = None if counted else self.compiled.draft
+    def proposer(self) -> Proposer:
+        """Return the proposer that serves the draft."""
         greedy, shape = self.objective == "greedy", {}
         if self.tree is not None:
             greedy, shape = greedy or self.tree.likeliest, {"shape": self.tree.parents}
-        return self.student(self.running).proposer(greedy=greedy, compile=compile, int8=self.int8, **shape)
+        return self.student(self.running).proposer(greedy=greedy, int8=self.int8, **shape)
 
     @property
     def rule(self) -> str:
@@ -112,7 +100,7 @@ class Plan:
     def depths(self) -> list[int]:
         """Return the draft lengths to choose from: the planned one if there is one, otherwise those in bench.depths
         that the draft supports, or else its longest. A planned length is cut to the draft's longest."""
-        most = self.proposer(counted=True).depths or inf
+        most = self.proposer().depths or inf
         if self.planned:
             return [int(min(self.planned, most))]
         return [k for k in self.bench.depths if k <= most] or [int(most)]
@@ -120,26 +108,24 @@ class Plan:
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """Return the speculative engine.
 
-        k: draft length, or the number of levels of a tree. rows: how many texts are decoded at once; set it only when
-        tokens are counted and nothing is timed, since nothing is then compiled. proposer: drafts chains in place of the
-        plan's own proposer; None for the plan's own.
+        k: draft length, or the number of levels of a tree. rows: how many texts are decoded at once; None for
+        bench.rows. proposer: drafts chains in place of the plan's own proposer; None for the plan's own.
         """
         rule = self.rule if proposer is None else self.verify
         return Engine(
             self.target,
-            proposer or self.proposer(bool(rows)),
+            proposer or self.proposer(),
             verify=rule,
             policy=Fixed(k),
             tokenizer=self.tokenizer,
             rows=rows or self.bench.rows,
-            compile=None if rows else self.compiled.target,
+            graphs=self.graphs,
         )
 
     def plain(self, rows: int | None = None) -> Engine:
-        """Return the engine that decodes without a draft. rows: how many texts are decoded at once; set it only when
-        nothing is timed, since nothing is then compiled. None for bench.rows."""
-        compile = None if rows else self.compiled.plain
-        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, compile=compile)
+        """Return the engine that decodes without a draft. rows: how many texts are decoded at once; None
+        for bench.rows."""
+        return Engine(self.target, tokenizer=self.tokenizer, rows=rows or self.bench.rows, graphs=self.graphs)
 
     def arms(self, engines: Mapping[str, Engine], sampling: Sampling | None = None) -> list[Arm]:
         """Return one arm of a timing for each engine. engines: by the arm's name. sampling: the arms' regime; None for

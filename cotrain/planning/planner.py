@@ -1,11 +1,10 @@
-"""Choices from measured costs and expected acceptance: which parts are compiled, the draft length, and chain or tree.
+"""Choices from measured costs and expected acceptance: the draft length, and chain or tree.
 
 Trees are rated by their expected target calls (`inference.measure.tree_plan`) and by a model of costs, which is fitted
 to the rounds of a few trees. The best trees are then run, and compared with the best chain by the time of their rounds.
 """
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isnan
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from cotrain.planning.forecast import Acceptance, Forecast, TreeForecast, acceptance, alone, error_of_sum, forecast
-from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.plan import Plan
 from cotrain.rollout.training_texts import start_of
 from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
@@ -23,7 +22,6 @@ from inference.measure.costs import (
     Costs,
     RealRound,
     calibrated,
-    joined_costs,
     measure_costs,
     measure_rounds,
     spans_of,
@@ -68,37 +66,6 @@ class MeasuredCosts:
 
 
 # --- costs
-
-
-def choose_compiled(plan: Plan, until: float = inf) -> tuple[Plan, MeasuredCosts]:
-    """Return the plan, in which each part is compiled if it is then faster, and the costs of its rounds. Real rounds
-    are timed with and without compiling on a GPU, or if bench.compile is set; otherwise nothing is compiled.
-
-    until: the deadline, a value of time.perf_counter(). If it leaves too little time to measure compiled parts, nothing
-    is compiled.
-    """
-    plan, began = replace(plan, compiled=CompiledParts()), time.perf_counter()
-    eager, now = measured_costs(plan, until), time.perf_counter()
-    if not plan.bench.compile and plan.target.device.type != "cuda":
-        return plan, eager
-    if now + (now - began) > until:  # the compiled measurement takes as long again
-        print("bench: nothing is compiled, since there is no time to measure it: raise bench.minutes=")
-        return plan, eager
-    both = eager, measured_costs(replace(plan, compiled=CompiledParts(True, True, True)), until)
-    k = sorted(plan.depths)[len(plan.depths) // 2]
-    parts: tuple[Callable[[Costs], float], ...] = (
-        lambda costs: costs.target[0],
-        lambda costs: costs.target[k],
-        lambda costs: costs.drafting(k),
-    )
-    faster = CompiledParts(*(part(both[1].costs) < part(both[0].costs) for part in parts))
-    plan = replace(plan, compiled=faster)
-    if len(set(faster)) == 1:
-        return plan, both[faster.plain]
-    mixed = MeasuredCosts(
-        both[0].costs, joined_costs(*(both[on].alone for on in faster)), {}
-    )  # rounds of it are not known
-    return plan, mixed.at(rounds_of(plan, (0, *spans_of(plan.proposer())), until))
 
 
 def measured_costs(plan: Plan, until: float = inf) -> MeasuredCosts:
@@ -154,7 +121,7 @@ def plain_texts(plan: Plan, count: int = BATCH) -> Emitted:
 def text_figures(plan: Plan, texts: Emitted, k: int, noise: float = 0.0) -> Figures:
     """Return the probabilities of both models on texts of the target, at draft length k. noise: the numerical noise of
     differences between the target's logits, as measured in the check of exactness."""
-    engine, proposer = plan.engine(k, BATCH), plan.proposer(counted=True)
+    engine, proposer = plan.engine(k, BATCH), plan.proposer()
     return pair_figures(engine, proposer, texts, plan.sampling, plan.bench.new_tokens, noise)
 
 
@@ -292,7 +259,7 @@ def plain_distributions(plan: Plan, texts: Emitted, levels: int = 0) -> Distribu
     if not kind_of(plan.kind).drafts_trees:
         return None
     vocabulary, new = plan.plain(1).target.vocabulary, plan.bench.new_tokens
-    chains = replace(plan, tree=None).proposer(counted=True)
+    chains = replace(plan, tree=None).proposer()
     by_depth = chains.language_model(1, vocabulary) is None
     depths = max(*plan.depths, levels) if by_depth else 1
     size = max(1, ENTRIES // (vocabulary * new * depths))

@@ -54,7 +54,7 @@ class Trials:
     """The engines and prompts for `Student.calibrate`, before the draft is measured.
 
     drafting: proposer -> an engine that drafts with it, at the longest draft length. plain: returns an engine without a
-    proposer. Both engines are compiled as they will be served.
+    proposer.
     prompts: token ids of prompts that no measurement uses. new_tokens: how many tokens are generated after each prompt.
     """
 
@@ -168,11 +168,10 @@ class Student(Protocol):
         tokens drafted before it; in training these are the text's own tokens.
         """
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Proposer:
+    def proposer(self, *, greedy: bool = False, int8: bool = False) -> Proposer:
         """Return the proposer that serves the network.
 
-        greedy: draft the most probable tokens instead of sampled ones. compile: whether passes are compiled; None: on a
-        GPU only, or like the target for kinds that read its states. int8: round weights to 8 bits (only if
+        greedy: draft the most probable tokens instead of sampled ones. int8: round weights to 8 bits (only if
         `takes_int8`). Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`: the index of each node's
         parent.
         """

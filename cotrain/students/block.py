@@ -170,11 +170,10 @@ class BlockStudent(EagleStudent):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Block:
-        return Block(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return Block(self.network, greedy, int8=int8, shape=shape)
 
 
 def _refuse_small_head(draft: Draft) -> None:

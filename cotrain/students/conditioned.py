@@ -56,8 +56,7 @@ class ConditionedStudent(IndependentStudent):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Conditioned:
-        return Conditioned(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return Conditioned(self.network, greedy, int8=int8, shape=shape)

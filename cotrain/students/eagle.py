@@ -211,11 +211,10 @@ class EagleStudent(Student):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> eagle.Eagle:
-        return eagle.Eagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return eagle.Eagle(self.network, greedy, int8=int8, shape=shape)
 
 
 class EagleRounds:

@@ -123,15 +123,14 @@ class EarlyExitStudent(Student):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> EarlyExit:
-        """Return the proposer that serves the exit. greedy: draft the most probable tokens. compile: whether passes are
-        compiled; None: on a GPU only. int8: has no effect, because the draft's layers are the target's own. shape: for
-        a tree, the index of each node's parent; None for chains."""
+        """Return the proposer that serves the exit. greedy: draft the most probable tokens. int8: has no effect,
+        because the draft's layers are the target's own. shape: for a tree, the index of each node's parent; None for
+        chains."""
         assert self.target is not None
-        return EarlyExit(self.network, self.target, greedy, compile=compile, shape=shape)
+        return EarlyExit(self.network, self.target, greedy, shape=shape)
 
 
 def candidate_exits(total: int) -> list[int]:

@@ -100,7 +100,6 @@ class MedusaStudent(Student):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Any:

@@ -169,11 +169,10 @@ class IndependentStudent(Student):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> proposers.Independent:
-        return proposers.Independent(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return proposers.Independent(self.network, greedy, int8=int8, shape=shape)
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:

@@ -141,11 +141,10 @@ class ParallelStudent(IndependentStudent):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> proposers.Parallel:
-        return proposers.Parallel(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return proposers.Parallel(self.network, greedy, int8=int8, shape=shape)
 
 
 def _refuse_window(network: PreTrainedModel) -> None:
@@ -241,11 +240,10 @@ class PEagleStudent(EagleStudent):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> PEagle:
-        return PEagle(self.network, greedy, compile=compile, int8=int8, shape=shape)
+        return PEagle(self.network, greedy, int8=int8, shape=shape)
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:

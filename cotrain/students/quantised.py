@@ -53,15 +53,14 @@ class QuantisedStudent(Student):
         self,
         *,
         greedy: bool = False,
-        compile: bool | None = None,
         int8: bool = False,
         shape: Sequence[int] | None = None,
     ) -> Quantised:
         """Return the proposer that drafts with the target in fewer bits. greedy: draft the most probable tokens.
-        compile: whether passes are compiled; None: on a GPU only. int8: has no effect, because draft.bits decides.
+        int8: has no effect, because draft.bits decides.
         shape: for a tree, the index of each node's parent; None for chains."""
         assert self.target is not None
-        return Quantised(self.target, self.network.config.bits, greedy, compile=compile, shape=shape)
+        return Quantised(self.target, self.network.config.bits, greedy, shape=shape)
 
 
 def bits_of(draft: Draft) -> str:
@@ -162,14 +161,13 @@ class TwoLevelsStudent(Student):
         """Raise ValueError, because this kind is not trained."""
         raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> TwoLevels:
-        """Return the proposer, which drafts chains and no trees. greedy: draft the most probable tokens. compile:
-        whether passes are compiled; None: on a GPU only. int8: whether the small draft's weights are rounded to 8 bits.
-        """
+    def proposer(self, *, greedy: bool = False, int8: bool = False) -> TwoLevels:
+        """Return the proposer, which drafts chains and no trees. greedy: draft the most probable tokens. int8: whether
+        the small draft's weights are rounded to 8 bits."""
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
-        model = Quantised(self.target, settings["bits"], greedy, compile=compile)
-        small = proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+        model = Quantised(self.target, settings["bits"], greedy)
+        small = proposers.Independent(self.network, greedy, int8=int8)
         return TwoLevels(model, small, settings["inner"])
 
 

@@ -35,7 +35,7 @@ class RetrievalStudent(Student):
         """Raise ValueError, because this kind is not trained."""
         raise ValueError("draft=retrieval is not trained: name another draft= to train one")
 
-    def proposer(self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False) -> Any:
+    def proposer(self, *, greedy: bool = False, int8: bool = False) -> Any:
         return Retrieval.of_settings(self.network.config.lookup)
 
 
@@ -74,9 +74,9 @@ class HybridStudent(IndependentStudent):
         return HybridStudent(network, vocabulary=self.vocabulary)
 
     def proposer(  # type: ignore[override]  # drafts no trees
-        self, *, greedy: bool = False, compile: bool | None = None, int8: bool = False
+        self, *, greedy: bool = False, int8: bool = False
     ) -> Any:
-        model = proposers.Independent(self.network, greedy, compile=compile, int8=int8)
+        model = proposers.Independent(self.network, greedy, int8=int8)
         return Hybrid.of_settings(model, self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def _drafted(job: Job, texts: Texts, proposer: Proposer, k: int) -> float | None
     """Return tau at draft length k of the proposer's drafts, from rounds that begin at each new token of the texts."""
     ends, starts = texts.length.tolist(), texts.prompt.tolist()
     tokens = [row[start:end].tolist() for row, start, end in zip(texts.ids, starts, ends, strict=True)]
-    engine = Engine(job.target, proposer, policy=Fixed(k), tokenizer=job.tokenizer, rows=len(tokens), compile=False)
+    engine = Engine(job.target, proposer, policy=Fixed(k), tokenizer=job.tokenizer, rows=len(tokens), graphs=False)
     texts_of_engine = Emitted(texts.prompts, list(range(len(tokens))), tokens, [])
     figures = forced(engine, texts_of_engine, sampling(job.cfg.regime), max(map(len, tokens)))
     predicted = expected(figures, "token")

@@ -146,7 +146,7 @@ def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None
     measured draft, from an earlier training, it is moved to a folder next to it, with its replay. origin: how the draft
     was trained."""
     plan = job.plan_with(draft, None)
-    k, most = job.cfg.policy.k or DEPTHS, plan.proposer(counted=True).depths
+    k, most = job.cfg.policy.k or DEPTHS, plan.proposer().depths
     place, shown = job.folder / "draft", job.folder / replay.FILE
     if (place / REPORT).exists():
         place.rename(earlier := numbered(place))

@@ -43,7 +43,7 @@ def pair_figures(
     V, rows = engine.target.vocabulary, min(rows or engine.rows, len(texts.tokens))
     q_lm = proposer.language_model(rows, V)
     if q_lm is None:
-        with_proposer = copy.copy(engine)  # the same target, slots and compiled passes included
+        with_proposer = copy.copy(engine)  # the same target, slots and CUDA graphs included
         with_proposer.proposer = proposer
         figures = forced(with_proposer, texts, sampling, max_new_tokens, noise)
         return replace(figures, rounding=_rounding(noise, sampling))

@@ -62,11 +62,11 @@ class TextCheck:
     def line(self) -> str:
         """Return this check's numbers as one sentence. `Verdict.lines` appends whether the check passed."""
         share = f", {self.compared} of {self.tokens} tokens compared" if self.tokens else ""
-        others, differences = self.prompts - self.equal, self.ties + self.unexplained
-        words = f"the other {others} differ at {differences} tokens: {self.ties} ties, {self.unexplained} unexplained"
-        said = f"{self.equal} of {self.prompts} prompts{f'; {words}' if others else ''}"
+        said = f", but for {self.ties} ties that rounding decides" if self.ties else ""
+        said += f", but for {self.unexplained} tokens that it does not explain" if self.unexplained else ""
+        said += f", in {self.prompts - self.equal} of them" if said else ""
         return (
-            f"coupled text equals plain text: {said} "
+            f"with shared noise the texts of {self.prompts} prompts are plain decoding's, token for token{said} "
             f"(largest score gap at a difference {self.gap:.2g}; rounding changes gaps by up to {self.noise:.2g}, and "
             f"by its dtype at most {self.limit:.2g}){share}"
         )
@@ -104,7 +104,7 @@ def check_coupled(
     least this rounding. tree: the parents of the tree that the engine drafts, None for chains. sampling,
     max_new_tokens: the settings and the limit of the run. Raises RequestError if a prompt ends in an error.
     """
-    coupled = copy.copy(engine)  # the same target and proposer, slots and compiled passes included
+    coupled = copy.copy(engine)  # the same target and proposer, slots and CUDA graphs included
     coupled.rule = RULES["coupled"]
     out = coupled.generate(
         prompts, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, ids=ids, ignore_eos=True

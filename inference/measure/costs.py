@@ -88,18 +88,6 @@ class Costs:
         return self.draft / self.round(0)
 
 
-def joined_costs(plain: Costs, target: Costs, draft: Costs) -> Costs:
-    """Return a table whose plain target step is that in `plain`, whose passes over drafts and rest of a round are those
-    in `target`, and whose drafting is that in `draft`."""
-    return replace(
-        target,
-        target=(plain.target[0], *target.target[1:]),
-        draft=draft.draft,
-        first=draft.first,
-        draft_dtype=draft.draft_dtype,
-    )
-
-
 @torch.inference_mode()
 def measure_costs(
     target: LM,
@@ -113,9 +101,9 @@ def measure_costs(
     warmup: int = 2,
 ) -> Costs:
     """Return the costs of target and proposer for rounds that draft k = 0 to K tokens. Both must have the form (dtype,
-    compiled or not) in which they will run. Each row has one text of about `context` tokens; lengths differ, as after
-    some rounds. source: the length of an encoder-decoder's sources, None for `context`. repeats: number of runs of each
-    part that count. warmup: number of runs before them. sampling: the settings of every row.
+    CUDA graphs or not) in which they will run. Each row has one text of about `context` tokens; lengths differ, as
+    after some rounds. source: the length of an encoder-decoder's sources, None for `context`. repeats: number of runs
+    of each part that count. warmup: number of runs before them. sampling: the settings of every row.
 
     Raises ValueError if the context of target or proposer is shorter than `context` and the longest timed drafts.
     """

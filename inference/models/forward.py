@@ -16,9 +16,8 @@ from transformers import PreTrainedModel
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, checksum
-from inference.models.passes import LAST, Branches, Layers, Pass, States
+from inference.models.passes import LAST, Branches, ChainDraws, Layers, Pass, States
 from inference.models.pretrained import early_states, emulated, head_of, tapped
-from inference.models.replay import Pure
 from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
@@ -27,7 +26,7 @@ Origin = tuple[list[tuple[int, int]], bytes]
 
 
 def most_ids(window: Window) -> int:
-    """Return the largest number of ids per row for which a pass over this window may be compiled or recorded."""
+    """Return the largest number of ids per row for which a pass over this window may be recorded."""
     return llama.SHORT if window.branches is None else MOST_NODES + 1
 
 
@@ -187,22 +186,22 @@ class Lean:
         return packed and self.scale is None
 
     def chain(
-        self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int
+        self, ids: Tensor, start: Tensor, only: Tensor, draws: ChainDraws, K: int, limit: int
     ) -> tuple[Tensor, Tensor] | None:
         """Return K drafts per row and their distributions, by one operator; None without `chains`. ids (A, n): what the
-        first pass reads, from position start[a] (A,) on; the first draft follows its column only[a] (A,). round:
-        simple, see `Round.pure`. limit: the number of slots that all passes read."""
+        first pass reads, from position start[a] (A,) on; the first draft follows its column only[a] (A,). limit: the
+        number of slots that all passes read."""
         self.refresh(limit)
         if not self.chains:
             return None
         head: Any = self.weights.head
-        none, temperature = self.angles[0].new_empty(0), round.tensors["temperature"]
+        none = self.angles[0].new_empty(0)
         self.cache.allocate(self.shape.groups, self.shape.size, none)
         keys, values = self.cache.stored(len(ids))
         drafts: tuple[Tensor, Tensor] = torch.ops.inference.chain(
             *(ids, none, start, only, self.weights.embedding, none, self.flat, keys, values, *self.angles),
-            *(head.packed.weight, none.long(), round.tensors["u"], none if round.key else temperature),
-            *(round.tensors.get("tails", none), K, limit, head.packed.outputs, *llama.of_shape(self.shape)),
+            *(head.packed.weight, none.long(), *draws),
+            *(K, limit, head.packed.outputs, *llama.of_shape(self.shape)),
         )
         return drafts
 
@@ -223,13 +222,11 @@ class Lean:
         self.prompts = prepared(self.model, None) if own else self.weights
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them
-        self.origin = origin_of(self.model)
         self._compute_angles()
 
     def _compute_angles(self) -> None:
-        with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
-            cos, sin = llama.angles(self.model, self.cache.slots, self.weights.norm)
-            self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
+        cos, sin = llama.angles(self.model, self.cache.slots, self.weights.norm)
+        self.angles = cos.to(self.shape.held), sin.to(self.shape.held)
 
     def rotation(self, window: Window) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (A or 1, n, 1, head size), of the rotary angles at the window's positions. They come

@@ -6,7 +6,7 @@ some sixty per layer. Here a layer is two norms, four matrix products, one rotat
 own weights. Query, key and value are one product, gate and up another. Projections that are applied together are copied
 into one tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training
 still changes them. Two functions store more: `packed` adds a second copy of each projection (see `packing`), and `int8`
-returns rounded copies. The pass is a function of tensors, so that `replay` can compile or record it.
+returns rounded copies. The pass is a function of tensors, so that `replay` can record it.
 
 Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
 read (a slot stores one token's keys and values), W = width of the model. Each key/value head serves a group of H/G
@@ -483,8 +483,7 @@ class RoundedLinear(nn.Module):
 
 
 def sharing_copy(network: Network) -> Network:
-    """Return a copy of a network that shares its weights. The copy's parameters are new objects: the compiler treats a
-    parameter that it has already seen as a constant."""
+    """Return a copy of a network that shares its weights."""
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
 

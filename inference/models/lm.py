@@ -18,9 +18,9 @@ from inference.models.checksum import Stamp, unchanged
 from inference.models.encoder_decoder import Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import SHORT, applies, can_round
-from inference.models.passes import ALONE, Layers, Pass, States
+from inference.models.passes import ALONE, ChainDraws, Layers, Pass, States
 from inference.models.pretrained import layers_of, longest_text, quantisation_of, refuse_unsupported
-from inference.models.replay import Pure
+from inference.models.replay import Recorded
 from inference.models.selfcheck import SelfCheck, form_of, lean_agrees
 from inference.models.step import Drafts, Replayed, Run
 from inference.source import Source, source_in_text
@@ -46,8 +46,8 @@ class LM:
     may fall, but the text stays exact.
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
-    stock: whether to run transformers' own forward even if `llama` supports the model. compile: whether to compile
-    short passes on a CPU, or record them as CUDA graphs on a GPU (`replay`); None for only on a GPU. int8: whether to
+    stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to
+    record short passes as CUDA graphs on a GPU (`replay`). int8: whether to
     round weights to 8 bits; this is for a draft, since a rounded target has another distribution. A model that
     `llama.in_int8_rows` has rounded runs with int8 weights if it can. spare: number of further rows of the cache, for
     waiting prompts. cache: the cache of a larger LM, whose first layers are this model; both then use the same keys and
@@ -66,7 +66,7 @@ class LM:
         context: int | None = None,
         *,
         stock: bool = False,
-        compile: bool | None = False,
+        graphs: bool = False,
         int8: bool = False,
         spare: int = 0,
         cache: SlotCache | None = None,
@@ -88,10 +88,11 @@ class LM:
             )
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
+        self.wants_graphs = graphs and Recorded.possible(model.device)  # so do drafts for it
         self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
         self.encoded: Encoded | None = None  # by the latest `encode`
         with ALONE, unchanged(model):
-            self.run = self._forward(stock, compile, int8)
+            self.run = self._forward(stock, int8)
             lean = isinstance(self.run, Lean)
             copies = isinstance(self.run, Lean) and (int8 or self.run.packs)
             self.stamp = Stamp(model, addresses=lean, values=copies)
@@ -112,30 +113,23 @@ class LM:
         return not self.stamp.holds(self.model)
 
     @property
-    def compiled(self) -> bool:
-        """Return whether short passes run as compiled code or as CUDA graphs. A draft model can then make all drafts of
-        a round in one call (`drafts`)."""
+    def graphs(self) -> bool:
+        """Return whether short passes run as CUDA graphs. A draft model can then make all drafts of a round in one call
+        (`drafts`)."""
         return isinstance(self.run, Replayed)
-
-    @property
-    def uses_graphs(self) -> bool:
-        """Return whether short passes run as CUDA graphs."""
-        return isinstance(self.run, Replayed) and self.run.replay.fixed
 
     def _ones(self, rows: int, width: int) -> Tensor:
         with torch.inference_mode(False):  # written to in inference mode and outside it
             return torch.ones(rows, width, dtype=self.dtype, device=self.device)
 
-    def _forward(self, stock: bool, compile: bool | None, int8: bool) -> Forward:
+    def _forward(self, stock: bool, int8: bool) -> Forward:
         if int8 and (stock or not can_round(self.model)):
             raise ValueError(
                 f"{type(self.model).__name__}: int8 weights need a bfloat16 model of the Llama, Mistral, Qwen2 or "
                 "Qwen3 family on a CPU, with widths that are multiples of 16; set int8=False"
             )
-        on_gpu = self.model.device.type == "cuda"
-        compile = on_gpu if compile is None else compile
         if not stock and applies(self.model) and lean_agrees(self.model, self.context):
-            if compile:
+            if self.wants_graphs:
                 return Replayed(self.model, self.cache, int8, self.rows)
             return Lean(self.model, self.cache, int8)
         if int8:
@@ -143,11 +137,10 @@ class LM:
                 f"{type(self.model).__name__}: int8 weights need the forward of inference.models.llama, which cannot "
                 "run this model; set int8=False"
             )
-        if compile and not stock:
-            way = "recorded as CUDA graphs" if on_gpu else "compiled"
+        if self.wants_graphs and not stock:
             warnings.warn(
-                f"{type(self.model).__name__}: its passes cannot be {way}, so they run through transformers' own "
-                "forward, which takes longer; to have no warning, set compile=False",
+                f"{type(self.model).__name__}: its passes cannot be recorded as CUDA graphs, so they run through "
+                "transformers' own forward, which takes longer; to have no warning, set graphs=False",
                 stacklevel=4,
             )
         if self.model.config.is_encoder_decoder:
@@ -217,7 +210,7 @@ class LM:
         greedy: bool,
     ) -> Drafts | None:
         """Return K drafts per row (A, K) and their distributions (A, K, V), in one call. Return None if this cannot be
-        compiled or recorded: passes are not, the round cannot be, or drafts may be ids that the model lacks. The next
+        recorded: passes are not, the round cannot be, or drafts may be ids that the model lacks. The next
         call may overwrite the results.
 
         round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
@@ -237,14 +230,14 @@ class LM:
         """Return whether one operator may draft a chain (`chain`)."""
         return isinstance(self.run, Lean) and self.run.chains and self.vocabulary == self.size
 
-    def chain(self, ids: Tensor, start: Tensor, only: Tensor, round: Pure, K: int, limit: int) -> Drafts | None:
+    def chain(self, ids: Tensor, start: Tensor, only: Tensor, draws: ChainDraws, K: int, limit: int) -> Drafts | None:
         """Return K drafts per row (A, K) and their distributions (A, K, V), by one operator of `kernels.cpp`; None if
         it cannot make them. The arguments are those of `Lean.chain`."""
         if limit > self.context or ids.shape[1] > SHORT or not self.chains:
             return None
         assert isinstance(self.run, Lean)
         self.cache.aim(Window(0, len(ids), ids, None, limit))
-        return self.run.chain(ids, start, only, round, K, limit)
+        return self.run.chain(ids, start, only, draws, K, limit)
 
     def store(self, ids: Tensor, start: Sequence[int], low: int = 0, *, states: Layers = ()) -> States:
         """Run `forward` without the head, to store the keys and values of prompts. Return the states (A, n, D) of the

@@ -6,7 +6,7 @@ rounded to 8 bits. They widen each weight and compute in float32, so a pass diff
 order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
 (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, too, they need less than half of the time
 that oneDNN's products in bfloat16 take for one id. The kernels are compiled once per machine, by
-the C++ compiler that torch.compile uses too.
+the C++ compiler that the machine has.
 """
 
 import copy
@@ -28,7 +28,9 @@ from transformers import PreTrainedModel
 
 from inference.models.pretrained import cast, weights_quantisation, widened
 
-LARGEST = 2**30  # bytes of copies: larger models are not stored twice
+# bytes of copies: larger models are not stored twice. A model in half precision, these copies and the copy in float32
+# that checks make then take half of the memory at most
+LARGEST = 2**30 if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
 CHUNK = 4096  # rows of a weight that are compared at once
 ALIGNED = 64  # bytes that a kernel reads at once
 NARROW = (torch.bfloat16, torch.float16)  # in which weights are stored
@@ -44,8 +46,7 @@ def owned(tensor: Tensor) -> Tensor:
     process.
     """
     tensor = tensor.contiguous()
-    # compiled code reads a mapped tensor through operations that store their results in its own memory
-    return tensor if torch.compiler.is_compiling() or not tensor.data_ptr() % ALIGNED else tensor.clone()
+    return tensor.clone() if tensor.data_ptr() % ALIGNED else tensor
 
 
 class Widened:
@@ -55,11 +56,10 @@ class Widened:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.width = weight.itemsize
-        with torch.inference_mode(False):  # compiled code differs for tensors of inference mode
-            self.weight: Tensor = torch.ops.inference.packed(
-                weight.contiguous(), torch.empty(0) if scale is None else scale
-            )
-            self.bias = torch.empty(0) if bias is None else bias.to(torch.float32, copy=True)
+        self.weight: Tensor = torch.ops.inference.packed(
+            weight.contiguous(), torch.empty(0) if scale is None else scale
+        )
+        self.bias = torch.empty(0) if bias is None else bias.to(torch.float32, copy=True)
         self.outputs = len(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -91,11 +91,6 @@ def has_kernels() -> bool:
             stacklevel=2,
         )
         return False
-
-    @torch.library.register_fake("inference::product")
-    def _(x: Tensor, weight: Tensor, bias: Tensor, outputs: int) -> Tensor:
-        return x.new_empty(*x.shape[:-1], outputs)
-
     return True
 
 

@@ -12,9 +12,19 @@ from torch import Tensor
 
 Layers = tuple[int, ...]
 States = Mapping[int, Tensor]  # of layers, each (A, n, D)
-# a lock around every use of models: engines share models with their hooks, slots, compiled code and CUDA graphs
+# a lock around every use of models: engines share models with their hooks, slots and CUDA graphs
 ALONE = RLock()
 LAST = -1  # layer number of the states that the head reads, after the final norm
+
+
+class ChainDraws(NamedTuple):
+    """What an operator needs to draw the drafts of chains, where nothing else decides about them. u (A, k): uniforms.
+    temperature (A,): above 0; empty where all drafts are the likeliest tokens. tails (A,): 1 - top-p; empty for
+    none."""
+
+    u: Tensor
+    temperature: Tensor
+    tails: Tensor
 
 
 class Pass(NamedTuple):

@@ -1,55 +1,31 @@
-"""Runs functions of named tensors: directly, recorded as CUDA graphs, or compiled.
+"""Runs functions of named tensors: directly, or recorded as CUDA graphs.
 
 A function maps named tensors to tensors, and reads nothing on the host. `Replay` runs it directly, `Recorded` as a CUDA
-graph, `Compiled` by torch.compile; `replay_of` chooses. "Replayed" means recorded or compiled. Callers give the
-function and its inputs, and first ask which sizes the inputs should have.
+graph; `replay_of` chooses. Callers give the function and its inputs, and first ask which sizes the inputs should have.
 
 On a GPU, kernel launches take most of the time of a pass over a few ids, and of the distributions, draws and
 verification of a round. A graph reads and writes the memory that it was recorded with, so inputs are copied to fixed
 memory. `Graph` is the only code that uses the CUDA API. On a CPU it calls the function, so one test covers both
 devices.
 
-Compiled functions have symbols for the sizes that change (`DYNAMIC`), so a model needs few of them: for one id per row,
-for several ids, and for each draft length. Batches that are not full, as at the end of a queue, run uncompiled, since
-compiling for a few rounds does not pay.
-
 A rows, n ids per row.
 """
 
 import gc
-import shlex
 import warnings
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
-from torch._inductor import cpp_builder
+from torch import Tensor
 from transformers import PreTrainedModel
-
-from inference.models.llama import SHORT
 
 WARMUP = 3  # runs before a recording, in which libraries choose their kernels
 MOST = 256  # graphs of one `Recorded`; before one more is recorded, all are dropped
 FEWEST = 64  # slots of the smallest bucket
-# the dimension of an input whose size changes between calls of one compiled function
-DYNAMIC = {
-    "ids": 1,
-    "positions": 1,
-    "nodes": 1,
-    "seen": 1,
-    "masked": 1,
-    "lacking": 1,
-    "features": 1,
-    "cos": 0,
-    "sin": 0,
-    "slots": 0,
-    "keys": 2,
-    "values": 2,
-}
+PER_ID = ("ids", "positions", "nodes", "seen", "masked", "lacking")  # inputs with a column for each id
 
 Inputs = Mapping[str, Tensor]
 Reads = Mapping[str, Any]
@@ -89,20 +65,18 @@ class Asked(NamedTuple):
 
 
 class Replay:
-    """Runs functions directly. model: the model whose weights the functions read. int8: whether these weights are
-    rounded."""
+    """Runs functions directly. model: the model whose weights the functions read."""
 
-    replays = False  # whether functions are compiled or recorded at all
-    fixed = False  # whether sizes must be few, because each has a recording
+    records = False  # whether functions are recorded, so that sizes must be few
     failed = False
-    origin: Any = None  # of the weights that compiled functions are made from
 
-    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
-        self.model, self.int8, self.device = model, int8, model.device
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model, self.device = model, model.device
 
-    def takes(self, A: int, rows: int) -> bool:
-        """Return whether functions of A rows are recorded or compiled, for a caller with room for `rows` rows."""
-        return False
+    @property
+    def ready(self) -> bool:
+        """Return whether functions are recorded, and no recording has failed."""
+        return self.records and not self.failed
 
     def width(self, n: int, widths: Sequence[int]) -> int:
         """Return how many columns the inputs should have if at least n are needed. widths: the numbers that are
@@ -121,8 +95,8 @@ class Replay:
         """Drop everything that was made from weights or keys and values that are now replaced."""
 
     def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
-        """Return the result of make()(**inputs, **reads), or None if the function is neither recorded nor compiled. The
-        result of a recording is valid until the next call.
+        """Return the result of make()(**inputs, **reads), or None if the function is not recorded. The result is valid
+        until the next call.
 
         name: everything that the function depends on except its arguments. inputs: tensors by name; they are copied.
         make: returns the function. reads: tensors by name that the function reads in place. how: the other fields of
@@ -131,13 +105,13 @@ class Replay:
         return self.run(Asked(name, inputs, make, reads, **how))
 
     def run(self, asked: Asked) -> Any:
-        """Run a function as a recording or compiled. Return its result, or None if it is neither."""
+        """Run a function as a recording. Return its result, or None if it is not recorded."""
         return None
 
-    def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        """Return the round as a function of the tensors that it reads, or None if it cannot be recorded or compiled.
-        round: a `Round`. depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest
-        tokens. trees: whether it draws children of trees."""
+    def pure(self, round: Any, depths: int, trees: bool) -> Pure | None:
+        """Return the round as a function of the tensors that it reads, or None if it cannot be recorded.
+        round: a `Round`. depths: number of drafts that need uniforms. trees: whether the proposer draws children of
+        trees."""
         return None
 
     def replayed(
@@ -153,18 +127,18 @@ class Replay:
         trees: bool = False,
     ) -> Any:
         """Return the result of `run(round, tensors, K)`, where `run` is what make() returns. Return None if this is
-        neither recorded nor compiled.
+        not recorded.
 
         `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads: tensors by name that `run`
         reads in place. name: everything else that `run` depends on. K: number of drafts. greedy: whether `run` drafts
         the likeliest tokens. trees: whether it draws children of trees.
         """
-        pure = None if self.failed else self.pure(round, K, greedy, trees)
+        pure = None if self.failed else self.pure(round, K, trees)
         if pure is None:
             return None
         inputs = {part: tensor.to(self.device) for part, tensor in pure.tensors.items()} | dict(given)
         return self(
-            (*name, K, greedy, pure.key), inputs, lambda: _Bound(make(), pure.on, K), reads or {}, steady=pure.steady
+            (*name, K, greedy, pure.key), inputs, lambda: _bound(make(), pure.on, K), reads or {}, steady=pure.steady
         )
 
     def of_round(
@@ -176,38 +150,27 @@ class Replay:
         k: int = 0,
         K: int = 0,
         reads: Reads | None = None,
-        make: Make | None = None,
         **how: bool,
     ) -> Any:
-        """Return the result of `run(round, tensors, number of drafts)`, recorded or compiled if possible. K: the number
-        of drafts if it is; k: if it is not.
+        """Return the result of `run(round, tensors, number of drafts)`, recorded if possible. K: the number of drafts
+        if it is; k: if it is not.
 
         `tensors` joins `given` and `reads`. given: inputs by name; they are copied. reads: tensors by name that `run`
-        reads in place. name: everything else that `run` depends on. make: returns a module that does the same as `run`,
-        but refers to nothing that a compiled module must not keep alive; None for `run` itself. how: `greedy` and
-        `trees`, as in `replayed`.
+        reads in place. name: everything else that `run` depends on. how: `greedy` and `trees`, as in `replayed`.
         """
-        result = self.replayed(round, name, given, make or (lambda: run), K, reads, **how)
+        result = self.replayed(round, name, given, lambda: run, K, reads, **how)
         return run(round, {**given, **(reads or {})}, k) if result is None else result
 
 
-class _Bound(nn.Module):
-    """A function `run` of a round as a function of the tensors that the round reads. on: returns the round for given
-    tensors. K: number of drafts."""
-
-    def __init__(self, run: Callable[..., Any], on: Callable[[Inputs], Any], K: int) -> None:
-        super().__init__()
-        self.run, self.on, self.K = run, on, K
-
-    def forward(self, **tensors: Any) -> Any:
-        return self.run(self.on(tensors), tensors, self.K)
+def _bound(run: Callable[..., Any], on: Callable[[Inputs], Any], K: int) -> Callable[..., Any]:
+    """Return a function `run` of a round as a function of the tensors that the round reads. on: returns the round for
+    given tensors. K: number of drafts."""
+    return lambda **tensors: run(on(tensors), tensors, K)
 
 
-def replay_of(model: PreTrainedModel, compile: bool, int8: bool = False) -> Replay:
-    """Return the object that runs a model's functions. compile: whether to compile them on a CPU, or record them on a
-    GPU. int8: whether the functions read rounded weights."""
-    way = Replay if not compile else Recorded if model.device.type == "cuda" else Compiled
-    return way(model, int8)
+def replay_of(model: PreTrainedModel, graphs: bool) -> Replay:
+    """Return the object that runs a model's functions. graphs: whether to record them."""
+    return (Recorded if graphs else Replay)(model)
 
 
 class Graph:
@@ -279,15 +242,17 @@ class Recorded(Replay):
     If recording fails, there is one warning and nothing more is recorded.
     """
 
-    replays = fixed = True
+    records = True
 
-    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
-        super().__init__(model, int8)
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Return whether functions can be recorded on the device."""
+        return device.type == "cuda"
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__(model)
         self.memory: dict[str, Tensor] = {}  # of each input, flat, as long as its longest value so far
         self.drop()
-
-    def takes(self, A: int, rows: int) -> bool:
-        return not self.failed
 
     def width(self, n: int, widths: Sequence[int]) -> int:
         return widths[bisect_left(widths, n)] if n <= widths[-1] else n
@@ -298,8 +263,8 @@ class Recorded(Replay):
     def slots(self, limit: int, most: int) -> int:
         return min(max(_power(limit), FEWEST), most)
 
-    def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        pure: Pure | None = round.pure(depths, greedy, trees=trees)
+    def pure(self, round: Any, depths: int, trees: bool) -> Pure | None:
+        pure: Pure | None = round.pure(depths, trees)
         return pure if pure and pure.tensors["start"].device == self.device else None
 
     def drop(self) -> None:
@@ -315,7 +280,7 @@ class Recorded(Replay):
         A, n = len(inputs[packed[0]]), inputs["ids"].shape[1] if widths else 0
         rows, width = min(_power(A), rows) if rows else A, self.width(n, widths) if widths else 0
         shapes = {part: inputs[part].shape[1:] for part in packed}
-        shapes |= {part: torch.Size([width]) for part in packed if widths and DYNAMIC.get(part) == 1}
+        shapes |= {part: torch.Size([width]) for part in packed if widths and part in PER_ID}
         held = [(part, value.shape) for part, value in reads.items() if isinstance(value, Tensor)]
         key = name, rows, *shapes.items(), *((part, x.dtype, x.shape) for part, x in copies.items()), *held
         if key not in self.graphs:
@@ -328,7 +293,7 @@ class Recorded(Replay):
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 message = (
                     f"{type(self.model).__name__}: passes run without CUDA graphs, since recording failed: {reason}"
-                    "; to have no warning, set compile=False"
+                    "; to have no warning, set graphs=False"
                 )
                 warnings.warn(message, stacklevel=5)
                 return None
@@ -397,95 +362,3 @@ def _columns(value: Tensor, shape: torch.Size) -> list[Tensor]:
 def _power(size: int) -> int:
     """Return the smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length()
-
-
-# compiled functions with the origin of their weights, by model and then by (int8, name); shared by all engines
-_COMPILED: WeakKeyDictionary[PreTrainedModel, dict[tuple[bool, Any], tuple[Any, Any]]] = WeakKeyDictionary()
-
-
-class Compiled(Replay):
-    """Runs modules compiled by torch.compile. They read the `keys` and `values` of a full batch. Engines share the
-    modules as long as the weights are unchanged. If compiling fails, functions run directly, with one warning."""
-
-    replays = True
-    failed = False  # for all models: if compiling fails once, as without a C++ compiler, it fails again
-
-    def __init__(self, model: PreTrainedModel, int8: bool = False) -> None:
-        super().__init__(model, int8)
-        self.drop()
-
-    def takes(self, A: int, rows: int) -> bool:
-        return A == rows and not Compiled.failed
-
-    def width(self, n: int, widths: Sequence[int]) -> int:
-        return max(n, 2)  # a width of one has a graph of its own
-
-    def depth(self, k: int, longest: int) -> int:
-        return longest
-
-    def pure(self, round: Any, depths: int, greedy: bool, trees: bool) -> Pure | None:
-        pure: Pure | None = None if trees else round.pure(depths, greedy, simple=True)
-        return pure
-
-    def drop(self) -> None:
-        self.graphs: set[Hashable] = set()  # those that have run: their sizes are marked
-
-    def run(self, asked: Asked) -> Any:
-        # one stride for each shape
-        parts = {part: value.reshape(-1).view(value.shape) for part, value in asked.inputs.items()} | dict(asked.reads)
-        try:
-            return self._called(asked.name, self.compiled(asked.name, asked.make), parts)
-        except Exception as error:  # the compiler may raise anything
-            Compiled.failed = True
-            warnings.warn(
-                f"passes run uncompiled, since torch.compile failed: {compiler_reason(error)}; to have no "
-                "warning, set compile=False",
-                stacklevel=3,
-            )
-            return None
-
-    def _called(self, name: Hashable, module: Any, parts: dict[str, Any]) -> Any:
-        sizes = {part: parts[part].shape[1] for part in DYNAMIC if part in parts and DYNAMIC[part] == 1}
-        given = tuple(part for part, value in parts.items() if value is not None)
-        # tensors of inference mode and others have different graphs; so have masks of many ids
-        key = name, given, *((n > 1) + (n > SHORT) for n in sizes.values()), len(parts["keys"][0])
-        key = *key, parts["keys"][0].is_inference()
-        if key in self.graphs:
-            return module(**parts)
-        for part in DYNAMIC:
-            for tensor in parts.get(part, ()) if part in ("keys", "values") else [parts[part]] if part in parts else []:
-                if tensor.shape[DYNAMIC[part]] > 1:  # a size of one has a graph of its own
-                    torch._dynamo.maybe_mark_dynamic(tensor, DYNAMIC[part])
-        self.graphs.add(key)
-        return module(**parts)
-
-    def compiled(self, name: Hashable, make: Make) -> Any:
-        """Return the compiled module with this name. If there is none for the present weights, compile what make()
-        returns."""
-        modules = _COMPILED.setdefault(self.model, {})
-        origin, module = modules.get((self.int8, name), (None, None))
-        if module is None or origin != self.origin:
-            torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)  # of all models
-            quote_libraries()
-            module = torch.compile(make())
-            for old in [key for key, (own, _) in modules.items() if own == origin]:
-                del modules[old]  # and with it copies of old weights
-            modules[self.int8, name] = (self.origin, module)
-        return module
-
-
-HINTS = ("Set TORCH", "You can suppress", "    import", "    torch._dynamo", "For even more", "For more")  # torch's own
-
-
-def compiler_reason(error: Exception) -> str:
-    """Return the last line of the compiler's message, without torch's advice after it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip() and not line.startswith(HINTS)]
-    return lines[-1] if lines else type(error).__name__
-
-
-def quote_libraries() -> None:
-    """Make torch 2.13 quote library folders for its C++ compiler, as it already quotes header folders. Otherwise
-    nothing compiles if torch is installed in a path with a space."""
-    options = cpp_builder.BuildOptionsBase
-    if " " in torch.__path__[0]:
-        options.get_libraries_dirs = lambda self: [shlex.quote(path) for path in self._libraries_dirs]  # type: ignore[method-assign]

@@ -1,5 +1,5 @@
-"""Passes of a model, and all drafts of a round, as functions of tensors. They can be compiled or recorded as CUDA
-graphs, see `replay`.
+"""Passes of a model, and all drafts of a round, as functions of tensors. They can be recorded as CUDA graphs, see
+`replay`.
 
 `Step` is one pass, `Drafting` the drafts of a round. `Replayed` is the forward of a model whose short passes are
 replayed. A rows, n ids per row, k or K drafts, S slots per row, L slots that are read, W width, V vocabulary.
@@ -28,7 +28,7 @@ from inference.models.llama import SHORT
 from inference.models.markov import Term
 from inference.models.passes import LAST, Branches, Layers, Pass
 from inference.models.replay import Inputs, Replay, replay_of
-from inference.sampling import certain, draw, probs_at, wide
+from inference.sampling import certain
 from inference.verify.tree import MOST_NODES, Tree
 
 # logits (A, V) and the earlier drafts (A,) each -> the next drafts (A,) and their distributions (A, V)
@@ -52,25 +52,6 @@ def by_round(round: Any, greedy: bool) -> Choose:
         return round.draw(probs, len(drafts)), probs
 
     return choose
-
-
-class Tempered:
-    """A round whose distributions depend only on a temperature, as a function of tensors. u (A, k): uniforms.
-    temperature (A,): above 0, unless `greedy`. greedy: whether all drafts are the likeliest tokens."""
-
-    reads_ids = False
-
-    def __init__(self, u: Tensor, temperature: Tensor, greedy: bool) -> None:
-        self.u, self.temperature, self.greedy = u, temperature, greedy
-
-    def probs(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
-        return certain(wide(logits)) if self.greedy else probs_at(wide(logits), self.temperature)
-
-    def draw(self, probs: Tensor, depth: int) -> Tensor:
-        return probs.argmax(-1) if self.greedy else draw(probs, self.u[:, depth])
-
-    def goes_on(self, depth: int) -> bool:
-        return True
 
 
 class Nodes(NamedTuple):
@@ -234,9 +215,8 @@ class Drafting(nn.Module):
 
 
 class Replayed(Lean):
-    """The forward of `Lean`, but short passes over the rows [0, rows) are recorded as CUDA graphs on a GPU, or compiled
-    on a CPU. Logits, states, drafts and distributions may be views that the next call overwrites. If this fails, passes
-    run as in `Lean`.
+    """The forward of `Lean`, but short passes over the rows [0, rows) are recorded as CUDA graphs. Logits, states,
+    drafts and distributions may be views that the next call overwrites. If this fails, passes run as in `Lean`.
 
     The numbers of rows, ids per row and slots of a recorded pass are rounded up to a few sizes. Recordings read the
     cache's keys and values and the LM's scale. They are dropped when weights change, and before the cache grows, so
@@ -246,14 +226,12 @@ class Replayed(Lean):
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
         self.stored: dict[str, Any] = {}  # what passes read where it is
-        self.replay: Replay = replay_of(model, True, int8)
+        self.replay: Replay = replay_of(model, True)
         super().__init__(model, cache, int8)
         cache.before_growth(self._drop)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
-        # of one id and with states, as at a text's end, where no draft is left: compiling would not pay
-        alone = layers and ids.shape[1] == 1 and not self.replay.fixed
-        results = None if alone else self._pass(ids, window, only, layers)
+        results = self._pass(ids, window, only, layers)
         if results is None:
             return super().forward(ids, window, only, layers)
         return Pass(results[0], dict(zip(layers, results[1:], strict=True)))
@@ -265,10 +243,9 @@ class Replayed(Lean):
     def _pass(
         self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
     ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is neither recorded nor
-        compiled. ids (A, n). only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their
-        positions."""
-        if self.flat is not None or not self._fits(ids, window):  # it is one operator already
+        """Return the results of a `Step` with these layers and head, or None if the pass is not recorded. ids (A, n).
+        only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their positions."""
+        if not self._fits(ids, window):
             return None
         inputs, branches = {"ids": ids, "positions": window.positions}, window.branches
         widths = WIDTHS if branches is None else TREE_WIDTHS
@@ -294,7 +271,7 @@ class Replayed(Lean):
         fit: Callable[[Tensor], Tensor],
     ) -> Drafts | None:
         """Return all K drafts of a round (A, K) and their distributions (A, K, V), or None if they cannot be made in
-        one recorded or compiled call.
+        one recorded call.
 
         round: the `Round` to draft for. name: everything that `run` depends on except `given`. run: drafts with passes
         of the model, a function of tensors. given: inputs of `run`, by name. ids (A, n): what the first pass reads.
@@ -319,13 +296,12 @@ class Replayed(Lean):
 
             return run
 
-        reads = {name: self._reads(1)[name] for name in ("keys", "values")} if self.replay.fixed else {}
-        inputs = {"start": start, "path": path}
+        reads, inputs = {name: self._reads(1)[name] for name in ("keys", "values")}, {"start": start, "path": path}
 
         def still() -> Inputs:  # recording runs the move more than once
             return inputs | {"path": torch.full_like(path, -1)}
 
-        if not reads or self.replay("keep", inputs, make, reads, rows=self.rows, first=still) is None:
+        if self.replay("keep", inputs, make, reads, rows=self.rows, first=still) is None:
             super().keep(start, path)
 
     def _fits(self, ids: Tensor, window: Window) -> bool:
@@ -333,7 +309,7 @@ class Replayed(Lean):
         for new slots; either drops the recordings. window: their positions."""
         if window.low or ids.shape[1] > most_ids(window) or not self.cache.stores[0].is_initialized:
             return False
-        if not self.replay.takes(len(ids), self.rows):
+        if not self.replay.ready:
             return False
         self.refresh(window.limit)
         return True
@@ -348,13 +324,8 @@ class Replayed(Lean):
             keys, values = self.cache.stored(self.rows)
             cos, sin = self.angles
             self.stored = {"cos": cos, "sin": sin, "keys": keys, "values": values, "scale": self.scale}
-            with torch.inference_mode(False):  # as the angles
-                self.numbers = torch.arange(self.cache.slots, device=self.model.device)
+            self.numbers = torch.arange(self.cache.slots, device=self.model.device)
         return self.stored | {"slots": self.numbers[: self.replay.slots(limit, self.cache.slots)]}
-
-    def _read_weights(self) -> None:
-        super()._read_weights()
-        self.replay.origin = self.origin
 
     def _compute_angles(self) -> None:
         self._drop()  # recordings read the angles and the weights, and both are replaced here

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.draft_folder import Metadata, load_draft
-from inference.models.passes import States
+from inference.models.passes import ChainDraws, States
 from inference.verify.tree import Tree
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ class Host:
 class LoadArguments:
     """The arguments of `Proposer.load` besides the folder. target: the target's model. hashes: the SHA-256 hashes of
     the target's config and tokenizer, by name (the result of `compatibility.hash_target`). metadata: the folder's
-    metadata; None if this package did not export the folder. compile: whether passes are compiled on a CPU, or recorded
-    as CUDA graphs on a GPU; None for only on a GPU."""
+    metadata; None if this package did not export the folder."""
 
     target: PreTrainedModel
     hashes: Mapping[str, str | None]
     metadata: Metadata | None
-    compile: bool | None
 
     @property
     def greedy(self) -> bool:
@@ -185,17 +183,14 @@ class Round(Protocol):
         Return None if drafts share the noise of the target's tokens; inner rounds must then use that noise too.
         """
 
-    def pure(
-        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
-    ) -> "Pure | None":
-        """Return the round as a function of the tensors that it reads, or None if it reads anything else.
+    def chain_draws(self, depths: int, greedy: bool) -> ChainDraws | None:
+        """Return what draws the drafts of chains, or None if their distributions or draws depend on other settings than
+        temperature and top-p. depths: number of drafts. greedy: whether the proposer drafts the likeliest tokens,
+        whatever the settings are."""
 
-        depths: number of drafts that need uniforms. greedy: whether the proposer drafts the likeliest tokens, whatever
-        the settings are. simple: whether to return a round that depends only on uniforms and temperatures
-        (`step.Tempered`); None is returned if distributions or draws depend on other settings. trees: whether the
-        proposer draws children. nucleus: whether a simple round may depend on top-p too, as its tensor `tails` (A,),
-        1 - top-p.
-        """
+    def pure(self, depths: int = 0, trees: bool = False) -> "Pure | None":
+        """Return the round as a function of the tensors that it reads, or None if it reads anything else (as the user's
+        processors do). depths: number of drafts that need uniforms. trees: whether the proposer draws children."""
 
 
 class RoundView:
@@ -243,10 +238,11 @@ class RoundView:
     def inner(self, depths: int) -> Tensor | None:
         return self.round.inner(depths)
 
-    def pure(
-        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
-    ) -> "Pure | None":
-        return self.round.pure(depths, greedy, simple, trees, nucleus)
+    def chain_draws(self, depths: int, greedy: bool) -> ChainDraws | None:
+        return self.round.chain_draws(depths, greedy)
+
+    def pure(self, depths: int = 0, trees: bool = False) -> "Pure | None":
+        return self.round.pure(depths, trees)
 
 
 class Proposer:

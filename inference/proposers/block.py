@@ -229,25 +229,23 @@ class Block(Eagle):
     tokens as in training, so that a row's distributions do not depend on the other rows of its batch. A round drafts at
     most `depths` tokens, the number of drafts per round in training.
 
-    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    network, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
     the parent of each node (-1 for the text); None for chains.
     """
 
     network_class = BlockNetwork
     network: BlockNetwork
     drafting = BlockDrafting
-    compiles = False
 
     def __init__(
         self,
         network: BlockNetwork,
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
     ) -> None:
-        super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
+        super().__init__(network, greedy, int8=int8, shape=shape)
         self.depths = network.config.depths
 
     @property

@@ -101,11 +101,9 @@ class Conditioned(Independent):
     temperature.
 
     At temperature 0 the scale still affects which token is the likeliest. model: an LM with a scale (the function
-    `conditioned` adds one). greedy: whether to draft the likeliest tokens, with one-hot distributions. compile: whether
-    passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights
-    are rounded to 8 bits. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains.
-    Raises ValueError for a model without a scale.
-    """
+    `conditioned` adds one). greedy: whether to draft the likeliest tokens, with one-hot distributions. int8: whether
+    the weights are rounded to 8 bits. shape: the tree to draft, as the parent of each node (-1 for the text); None for
+    chains. Raises ValueError for a model without a scale."""
 
     network_class: Any = ConditionedNetwork
     scaled = True
@@ -115,11 +113,10 @@ class Conditioned(Independent):
         model: PreTrainedModel,
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
     ) -> None:
-        super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
+        super().__init__(model, greedy, int8=int8, shape=shape)
         knots_of(model.config)
         self.scale_of: Scale
         self.written: Tensor | None = None  # the temperatures whose scales `LM.scale` holds

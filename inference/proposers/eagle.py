@@ -30,8 +30,8 @@ from inference.drafts.compatibility import same_sizes
 from inference.drafts.published import LAYER_IDS
 from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window, tree_window
-from inference.models.checksum import Stamp, changes
-from inference.models.forward import additive, attention, most_ids, origin_of, picked_columns, visible
+from inference.models.checksum import Stamp
+from inference.models.forward import additive, attention, most_ids, picked_columns, visible
 from inference.models.markov import FromZero, MarkovHead, Term
 from inference.models.passes import LAST, States
 from inference.models.pretrained import layers_of
@@ -424,15 +424,12 @@ class EagleDrafting(nn.Module):
         slots, limit = self.slots(given), given["slots"].shape[0]
         own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
         fast = own and self.chains and ids.shape[1] <= llama.SHORT and not round.decides
-        if fast and (simple := round.pure(K, self.greedy, simple=True, nucleus=True)):
-            u, temperature, likeliest = simple.tensors["u"], simple.tensors["temperature"], simple.key
-            none = temperature[:0]
+        if fast and (draws := round.chain_draws(K, self.greedy)):
             head = self.network.lm_head.product
             drafts, probs = torch.ops.inference.chain(
                 *(ids, features, pairs, only, self.embedding.weight, self.network.midlayer.input_layernorm.weight),
-                *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, self.known, u),
-                *(none if likeliest else temperature, simple.tensors.get("tails", none)),
-                *(K, limit, head.outputs, *llama.of_shape(self.shape)),
+                *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, self.known),
+                *(*draws, K, limit, head.outputs, *llama.of_shape(self.shape)),
             )
             return drafts, self.network.target_probs(probs, self.vocabulary)
         anchor = pairs + only
@@ -502,29 +499,24 @@ class Eagle(Proposer):
     runs on the target's device.
 
     A text of one token gets no drafts, since the target has read no token yet. greedy: whether to draft the likeliest
-    tokens, with one-hot distributions. compile: whether rounds are compiled on a CPU, or recorded as CUDA graphs on a
-    GPU; None to do as the target does. On a CPU, only chains whose distributions depend on a temperature alone are
-    compiled. int8: whether the weights are rounded to 8 bits, in bfloat16 if `llama.has_kernel` allows it, in float32
-    if they are packed (`packing`); q is then the distribution of the rounded network. shape: the tree to draft, as the
-    parent of each node (-1 for the text); None for chains.
-    """
+    tokens, with one-hot distributions. int8: whether the weights are rounded to 8 bits, in bfloat16 if
+    `llama.has_kernel` allows it, in float32 if they are packed (`packing`); q is then the distribution of the rounded
+    network. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains."""
 
     network_class: Any = EagleNetwork
     drafts_trees = True
     network: Any
     drafting: type[EagleDrafting] = EagleDrafting
-    compiles = True  # whether rounds can be compiled on a CPU
 
     def __init__(
         self,
         network: FeatureNetwork,
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
     ) -> None:
-        self.network, self.greedy, self.compile, self.int8 = network.eval(), greedy, compile, int8
+        self.network, self.greedy, self.int8 = network.eval(), greedy, int8
         self.served: Any = network  # with rounded or packed weights, once it is open
         self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
@@ -541,7 +533,7 @@ class Eagle(Proposer):
         draft = cls.load_network(folder, arguments)
         int8 = arguments.int8 and llama.has_kernel(draft)
         network = draft if int8 and not packing.serves(draft) else cast(EagleNetwork, packing.widened_draft(draft))
-        return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
+        return cls(network, arguments.greedy, int8=int8, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -549,7 +541,7 @@ class Eagle(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and not self.replay.replays
+        return self.branching is None and not self.replay.records
 
     @property
     def weights(self) -> str:
@@ -580,7 +572,8 @@ class Eagle(Proposer):
             )
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
-            self.plain, self.replay, self.module = Replay(self.network), self._replay(host), self._module(self.served)
+            self.plain, self.replay = Replay(self.network), replay_of(self.network, host.target.graphs)
+            self.module = self._module(self.served)
             self.module.flat = flat
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
@@ -596,22 +589,8 @@ class Eagle(Proposer):
         self.slots: dict[str, Any] = {}
         self.replay.drop()
 
-    def _replay(self, host: Host) -> Replay:
-        compile = host.target.uses_graphs and self.compile is not False
-        if self.compiles and self.features_device.type == "cpu" and self.branching is None:
-            compile |= host.target.compiled if self.compile is None else self.compile
-        replay = replay_of(self.network, compile, self.int8)
-        embedding = [(weight.data_ptr(), changes([weight])) for weight in self.embedding.parameters()]
-        replay.origin = (origin_of(self.network), embedding) if replay.replays else None
-        return replay
-
     def _module(self, network: Any) -> EagleDrafting:
         return self.drafting(network, self.embedding, self.shape, self.vocabulary, self.branching, self.greedy)
-
-    def _fresh(self) -> EagleDrafting:
-        """Return a module to compile, which may outlive this proposer's network."""
-        alone = self.served is self.network and not self.replay.fixed
-        return self._module(llama.sharing_copy(self.network) if alone else self.served)
 
     @property
     def features_device(self) -> torch.device:
@@ -665,13 +644,11 @@ class Eagle(Proposer):
         if shape:
             longest, wanted = min(longest, shape.depth), min(wanted, shape.depth)
         assert self.host is not None
-        short = max(lacking) <= (self.longest + 1 if self.replay.fixed else llama.SHORT)
-        replay = self.replay if short and self.replay.takes(len(k), self.host.rows) else self.plain
+        replay = self.replay if self.replay.ready and max(lacking) <= self.longest + 1 else self.plain
         width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
         given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))
-        name = type(self).__name__, self.vocabulary
         x, q = replay.of_round(
-            round, name, given, self.module, wanted, K, reads, self._fresh, greedy=self.greedy, trees=bool(shape)
+            round, ("draft",), given, self.module, wanted, K, reads, greedy=self.greedy, trees=bool(shape)
         )
         self.stored, self.waiting = pairs, [0] * len(k)
         return shape.proposal(k, x, q) if shape else Proposal(x[:, : max(k)], q[:, : max(k)], k)

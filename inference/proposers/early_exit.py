@@ -255,10 +255,8 @@ class EarlyExit(Independent):
     With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
     changed layers, the text's from the target. network: the exit's weights. target: the engine's model. `open` raises
     ValueError if the engine has another model. greedy: whether to draft the likeliest tokens, with one-hot
-    distributions. compile: whether passes are compiled on a CPU, or recorded as CUDA graphs on a GPU; None for only on
-    a GPU. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. Raises ValueError
-    for an encoder-decoder.
-    """
+    distributions. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. Raises
+    ValueError for an encoder-decoder."""
 
     network_class: Any = ExitNetwork
     tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
@@ -269,11 +267,10 @@ class EarlyExit(Independent):
         target: PreTrainedModel,
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         shape: TreeShape = None,
     ) -> None:
         refuse_encoder(target)
-        super().__init__(serving(network, target), greedy, compile=compile, shape=shape)
+        super().__init__(serving(network, target), greedy, shape=shape)
         self.network, self.target, self.rank = network, target, network.config.rank
         self.cache: SlotCache | None = None
 
@@ -282,7 +279,7 @@ class EarlyExit(Independent):
         """Return a proposer for a draft folder. Raises FileNotFoundError if the folder does not exist, and ValueError
         if its files or weights are damaged or if the network does not fit the target."""
         network = cls.load_network(folder, arguments)
-        return cls(network, arguments.target, arguments.greedy, compile=arguments.compile, shape=arguments.shape)
+        return cls(network, arguments.target, arguments.greedy, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -301,7 +298,9 @@ class EarlyExit(Independent):
         if shape != self.opened or self.cache is not shared or self.model is not model:
             stock = not isinstance(host.target.run, Lean)  # both lay out keys and values alike
             self.opened, self.cache = shape, shared
-            self.lm = LM(self.model, *shape[:3], stock=stock, compile=self.compile, spare=host.spare, cache=shared)
+            self.lm = LM(
+                self.model, *shape[:3], stock=stock, graphs=host.target.wants_graphs, spare=host.spare, cache=shared
+            )
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:

@@ -188,7 +188,7 @@ class DraftHeads(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and not self.replay.replays
+        return self.branching is None and not self.replay.records
 
     @property
     def weights(self) -> str:
@@ -207,7 +207,7 @@ class DraftHeads(Proposer):
             host.rows + host.spare, self.network.config.hidden_size
         )
         if not again:  # CUDA graphs run the head of the target that they were recorded with
-            self.replay, self.opened = replay_of(target.model, target.uses_graphs), True
+            self.replay, self.opened = replay_of(target.model, target.graphs), True
             self.stamp = Stamp(self.network, addresses=True, values=False)
 
     def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:

@@ -34,12 +34,10 @@ class Independent(Proposer):
     distil-whisper), it reads the target's encoder states instead, and its own encoder does not run.
 
     model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-hot
-    distribution, instead of drawing from q; serving engines do so by default. compile: whether passes are compiled on a
-    CPU, or recorded as CUDA graphs on a GPU; None for only on a GPU. int8: whether the weights are rounded to 8 bits; q
-    is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1 for the
-    text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's encoder even
-    if it equals the target's. Raises ValueError if `model` is neither a model nor a path.
-    """
+    distribution, instead of drawing from q; serving engines do so by default. int8: whether the weights are rounded to
+    8 bits; q is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1
+    for the text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's
+    encoder even if it equals the target's. Raises ValueError if `model` is neither a model nor a path."""
 
     network_class: Any = CausalLM
     drafts_trees = True
@@ -52,7 +50,6 @@ class Independent(Proposer):
         model: PreTrainedModel | str | PathLike[str],
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
         own_encoder: bool = False,
@@ -60,7 +57,7 @@ class Independent(Proposer):
         if not isinstance(model, str | PathLike) and not hasattr(model, "config"):
             raise ValueError(f"Independent: model must be a transformers model or its path, not {model!r}")
         self.model = _load(fspath(model)) if isinstance(model, str | PathLike) else model
-        self.greedy, self.compile, self.int8 = greedy, compile, int8
+        self.greedy, self.int8 = greedy, int8
         self.branching, self.own_encoder = trees_of(shape), own_encoder
         self.served: LM | None = None  # the target that it was opened for
         self.shares_encoder = False
@@ -81,7 +78,7 @@ class Independent(Proposer):
         draft = cls.load_network(folder, arguments)
         int8 = arguments.int8 and takes_int8(draft) and not packing.serves(draft)  # which reads 16 bits as fast
         network = draft if int8 else widened(draft)
-        return cls(network, arguments.greedy, compile=arguments.compile, int8=int8, shape=arguments.shape)
+        return cls(network, arguments.greedy, int8=int8, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
@@ -98,7 +95,7 @@ class Independent(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and not self.lm.compiled
+        return self.branching is None and not self.lm.graphs
 
     @property
     def weights(self) -> str | None:
@@ -113,7 +110,12 @@ class Independent(Proposer):
         if wanted != self.opened or self.lm.stale:  # slots last from call to call
             self.opened = wanted
             self.lm = LM(
-                self.model, *wanted[:3], compile=self.compile, int8=self.int8, spare=host.spare, scaled=self.scaled
+                self.model,
+                *wanted[:3],
+                graphs=host.target.wants_graphs,
+                int8=self.int8,
+                spare=host.spare,
+                scaled=self.scaled,
             )
             self.served = None
         if self.served is not host.target or not all(stamp.holds(encoder) for encoder, stamp in self.shared):
@@ -140,8 +142,8 @@ class Independent(Proposer):
 
     def propose(self, round: Round) -> Proposal:
         """Read the ids that the slots lack (one or two, more after rounds without drafts), then return the drafts, at
-        most round.k[b] for row b. A compiled model makes all drafts at once, any other model one by one. A text that is
-        longer than the draft's context gets no drafts."""
+        most round.k[b] for row b. A model with CUDA graphs makes all drafts at once, any other model one by one. A text
+        that is longer than the draft's context gets no drafts."""
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:
@@ -151,7 +153,7 @@ class Independent(Proposer):
         if self.branching:
             return self._by_level(round, k, self.branching)
         chained = None if round.decides else self._chain(round, k)
-        at_once = chained or (self._at_once(round, k) if self.lm.compiled else None)
+        at_once = chained or (self._at_once(round, k) if self.lm.graphs else None)
         if at_once:
             return at_once
         follows = self._lacking(round.texts, k)["follows"]
@@ -171,13 +173,13 @@ class Independent(Proposer):
 
     def _chain(self, round: Round, k: list[int]) -> Proposal | None:
         """Return all drafts from one operator, or None if it cannot make them. k: drafts per row."""
-        simple = round.pure(max(k), self.greedy, simple=True, nucleus=True) if self.lm.chains else None
-        if simple is None:
+        draws = round.chain_draws(max(k), self.greedy) if self.lm.chains else None
+        if draws is None:
             return None
         lacking = self._lacking(round.texts, k)
         sent = self.sent = round.send(k, **lacking)
         ends = [start + only + max(k) for start, only in zip(lacking["stored"], lacking["only"], strict=True)]
-        drafts = self.lm.chain(sent["lacking"], sent["stored"], sent["only"], simple, max(k), max(ends))
+        drafts = self.lm.chain(sent["lacking"], sent["stored"], sent["only"], draws, max(k), max(ends))
         return drafts and self._drafted(round, k, *drafts)
 
     def _fill_gaps(self, texts: Sequence[list[int]], k: list[int]) -> None:
@@ -215,7 +217,7 @@ class Independent(Proposer):
         are always drafted, since each tree needs its own graph. k: levels to draft per row."""
         lacking = self._lacking(round.texts, k)
         self.sent = round.send(shape.nodes(k), **lacking)
-        depth = shape.depth if self.lm.uses_graphs else min(max(k), shape.depth)
+        depth = shape.depth if self.lm.graphs else min(max(k), shape.depth)
         logits, follows = self._catch_up(round, k), lacking["follows"]
         start, (at,) = [end - 1 for end in follows], self._on_device(round.send()["follows"] - 1)
 
@@ -229,7 +231,7 @@ class Independent(Proposer):
         return shape.proposal(k, x, q)
 
     def _at_once(self, round: Round, k: list[int]) -> Proposal | None:
-        """Return all drafts from one call of a compiled model. Return None if `LM.drafts` cannot make them in one call,
+        """Return all drafts from one recorded call. Return None if `LM.drafts` cannot make them in one call,
         or if a text is too short or too near the end of the draft's context. k: drafts per row."""
         self.longest, K, ends = max(self.longest, *k), max(k), [len(text) for text in round.texts]
         rows = list(zip(ends, self.stored, k, strict=True))

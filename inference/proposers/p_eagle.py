@@ -85,25 +85,23 @@ class PEagle(Eagle):
     token. A round stores keys and values of mask tokens after the text's pairs; the next round overwrites them. A round
     drafts at most as many tokens as in training (`depths` of the config).
 
-    network, compile, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
+    network, int8: as in `Eagle`. greedy: whether to draft the likeliest tokens. shape: the tree to draft, as
     the parent of each node (-1 for the text); None for chains. Raises ValueError if the config has no `pard_token`.
     """
 
     network_class = PEagleNetwork
     network: PEagleNetwork
     drafting = PEagleDrafting
-    compiles = False
 
     def __init__(
         self,
         network: PEagleNetwork,
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
     ) -> None:
-        super().__init__(network, greedy, compile=compile, int8=int8, shape=shape)
+        super().__init__(network, greedy, int8=int8, shape=shape)
         self.mask, self.depths = network.mask, network.config.depths
 
     @property

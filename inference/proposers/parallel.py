@@ -29,7 +29,7 @@ class Parallel(Independent):
     overwrites the keys and values of mask tokens. A round drafts at most as many tokens as in training (`pard_depths`
     of the config).
 
-    model, compile, int8: as in `Independent`. greedy: whether to draft the likeliest tokens. shape: the tree to draft,
+    model, int8: as in `Independent`. greedy: whether to draft the likeliest tokens. shape: the tree to draft,
     as the parent of each node (-1 for the text); None for chains. Raises ValueError if the model's config lacks
     `pard_token` or `pard_depths`.
     """
@@ -39,11 +39,10 @@ class Parallel(Independent):
         model: PreTrainedModel | str | PathLike[str],
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         int8: bool = False,
         shape: TreeShape = None,
     ) -> None:
-        super().__init__(model, greedy, compile=compile, int8=int8, shape=shape)
+        super().__init__(model, greedy, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most
         self.term: Term | None = None  # of the Markov head
@@ -69,7 +68,7 @@ class Parallel(Independent):
             return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
         self.longest = max(self.longest, K)
         self._fill_gaps(round.texts, k)
-        depths, shape = self.longest if self.lm.compiled else K, self.branching
+        depths, shape = self.longest if self.lm.graphs else K, self.branching
         sent = round.send(shape.nodes(k) if shape else k, **self._masked(round.texts, k, depths))
         given = {name: sent[name].to(self.lm.device) for name in ("masked", "begins", "anchors")}
         ids, begins, run = given["masked"], list(self.stored), masks(self.greedy, self.term, shape)
@@ -98,7 +97,7 @@ class Parallel(Independent):
         rows = zip(texts, k, self.stored, strict=True)
         tails = [text[stored:] if wanted else text[-1:] for text, wanted, stored in rows]
         width = max(map(len, tails)) + depths - 1
-        if self.lm.uses_graphs:  # few widths are recorded; more masks at the end do not change earlier results
+        if self.lm.graphs:  # few widths are recorded; more masks at the end do not change earlier results
             width = min((wide for wide in WIDTHS if wide >= width), default=width)
         masked = [tail + [self.mask] * (width - len(tail)) for tail in tails]
         return {"masked": masked, "begins": list(self.stored), "anchors": [len(tail) - 1 for tail in tails]}

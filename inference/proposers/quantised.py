@@ -46,8 +46,7 @@ class Quantised(Independent):
     bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if the kernel supports the target (see `lm.takes_int8`). If
     not, the rounded weights are stored in the target's dtype. Distributions are then the same up to the rounding of
     sums, but passes are no faster than the target's. nf4 requires bitsandbytes. greedy: whether to draft the likeliest
-    tokens, with one-hot distributions. compile: whether passes are compiled on a CPU, or recorded as CUDA graphs on a
-    GPU; None for only on a GPU. shape: the tree to draft, as the parent of each node (-1 for the text); None for
+    tokens, with one-hot distributions. shape: the tree to draft, as the parent of each node (-1 for the text); None for
     chains. Raises ValueError for other bits, and for a target whose weights are already quantised.
     """
 
@@ -59,7 +58,6 @@ class Quantised(Independent):
         bits: str = "int8",
         greedy: bool = False,
         *,
-        compile: bool | None = None,
         shape: TreeShape = None,
     ) -> None:
         if bits not in BITS:
@@ -70,7 +68,7 @@ class Quantised(Independent):
                 "the target without quantisation"
             )
         self.target, self.bits = target, bits
-        super().__init__(target, greedy, compile=compile, shape=shape)
+        super().__init__(target, greedy, shape=shape)
         self._round()
 
     def _round(self) -> None:
@@ -96,7 +94,7 @@ class Quantised(Independent):
         unknown bits and for a target whose weights are already quantised. arguments: the target and how it is served.
         """
         try:
-            return cls(arguments.target, str(bits), arguments.greedy, compile=arguments.compile, shape=arguments.shape)
+            return cls(arguments.target, str(bits), arguments.greedy, shape=arguments.shape)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.lm import LM, padded_rows
-from inference.models.replay import Pure
+from inference.models.passes import ChainDraws
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
 from inference.proposers.independent import Independent
 from inference.proposers.quantised import Quantised
@@ -295,16 +295,13 @@ class InnerRound(RoundView):
             return self.round.draw(probs, (self.done + depth).clamp(max=max(self.asked)))
         return draw(probs, self.streams[DRAWS, :, depth])
 
-    def pure(
-        self, depths: int = 0, greedy: bool = False, simple: bool = False, trees: bool = False, nucleus: bool = False
-    ) -> Pure | None:
-        """Return the round as a function of its uniforms, temperatures and, with `nucleus`, top-p if `simple`, with the
-        uniforms of this inner round. Otherwise return None: a recording cannot read the progress of each row. depths:
-        number of drafts that need uniforms. greedy: whether the small draft drafts the likeliest tokens."""
-        pure = self.round.pure(depths, greedy, simple, nucleus=nucleus) if simple else None
-        if pure is None or self.streams is None:
-            return None
-        return pure._replace(tensors=pure.tensors | {"u": self.streams[DRAWS, :, :depths]})
+    def chain_draws(self, depths: int, greedy: bool) -> ChainDraws | None:
+        """Return what draws the guesses, with the uniforms of this inner round."""
+        draws = self.round.chain_draws(depths, greedy)
+        return None if draws is None or self.streams is None else draws._replace(u=self.streams[DRAWS, :, :depths])
+
+    def pure(self, depths: int = 0, trees: bool = False) -> None:
+        """Return None: a recording cannot read the progress of each row."""
 
     def length(self, k: list[int]) -> Tensor:
         """Return the numbers of guesses `k` as a tensor (A,) on the device."""

@@ -1,7 +1,7 @@
 """Distributions from logits, and draws from distributions by given uniforms.
 
 B rows, V vocabulary. Only `_scaled` divides logits by a temperature. `probs_at` and `log_probs_at` call it, for rows
-with one setting (`probs`) or several (`Regimes`), for compiled drafting (`models.step`), and for the losses
+with one setting (`probs`) or several (`Regimes`), for recorded drafting (`models.step`), and for the losses
 (`cotrain.losses.chunked`). Temperature 0 gives a one-hot distribution (`certain`).
 """
 
@@ -130,7 +130,7 @@ def keep_top_p(logits: Tensor, p: float = 1.0, *, rest: float | Tensor | None = 
     """
     tail = 1 - p if rest is None else rest
     sorts = logits.device.type != "cpu" or logits.dtype not in (torch.float32, torch.float64)
-    if sorts or logits.shape[-1] < 4 * TOP or torch.compiler.is_compiling():
+    if sorts or logits.shape[-1] < 4 * TOP:
         return _without_tail(logits, tail)
     rows = logits.reshape(-1, logits.shape[-1])
     tails = torch.as_tensor(tail, dtype=torch.float64).expand(*logits.shape[:-1], 1).reshape(-1, 1)

@@ -28,7 +28,6 @@ SIZE = Bench(
     depths=[K],
     draft_dtype="auto",
     draft_int8=False,
-    compile=False,
     seed=0,
     trees=0,
 )

@@ -220,8 +220,6 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         untrained_exit(t5(), 1, 2, 3)
     with pytest.raises(ValueError, match="T5ForConditionalGeneration: int8 weights"):
         LM(t5(), 1, int8=True)
-    with pytest.warns(UserWarning, match="T5ForConditionalGeneration: its passes cannot be compiled"):
-        LM(t5(), 1, compile=True)
 
 
 TEXT = SourcedText([0, 7, 8], (5, 7, 8, 9, 4, 1))

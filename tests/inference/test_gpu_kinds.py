@@ -21,14 +21,11 @@ from tests.tiny import tiny
 
 
 def engine_on(kind: str, device: str, rule: str = "token") -> Engine:
-    compile = device == "cuda"
     target = tiny()
     proposer = kinds.KINDS[kind].proposer(target)  # made on the CPU: random numbers of a GPU are others
     for module in (target, *modules_of(proposer)):
         module.to(device)
-    model = getattr(proposer, "inner", getattr(proposer, "model", proposer))
-    model.compile = compile
-    return Engine(target, proposer, verify=rule, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS, compile=compile)
+    return Engine(target, proposer, verify=rule, policy=Fixed(gpu_counts.K), rows=gpu_counts.ROWS)
 
 
 def decoded(kind: str, device: str, sampling: Any, rule: str = "token", real: bool = False) -> Any:

@@ -26,7 +26,7 @@ def test_keys_and_values_have_the_dtype_of_the_weights(kind: str) -> None:
         proposer = KINDS[kind].proposer(target)
         for module in (target, *modules_of(proposer)):
             module.to("cuda", torch.bfloat16)
-        engine = Engine(target, proposer, policy=Fixed(2), rows=2, compile=False)
+        engine = Engine(target, proposer, policy=Fixed(2), rows=2, graphs=False)
         engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=4, sampling=Sampling(0.8), ignore_eos=True)
         there = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.device.type == "cuda"]
         slots = [one for one in there if one.dim() == 4 and one.shape[2] == FIRST_SLOTS]

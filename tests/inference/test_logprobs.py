@@ -139,7 +139,7 @@ def test_of_recorded_rounds_on_a_device(shape: Any, monkeypatch: pytest.MonkeyPa
         model = tiny(seed=2).to("cuda")
         model.generation_config.eos_token_id = ENDS
         proposer = Independent(near(model, 0.15), shape=shape)
-        out = decoded(proposer, "tree", tops, model, rows, compile=True)
+        out = decoded(proposer, "tree", tops, model, rows)
     require_targets(out, tops, rows=rows)
     assert {name[2] for name in recorded if name[0] == "verify"} >= {None, 32}
 

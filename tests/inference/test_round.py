@@ -36,12 +36,13 @@ def only(name: str) -> Sampling:
 
 @pytest.mark.parametrize("name", sorted(set(ALONE) - ENDS_AND_CODE))
 def test_drafts_by_temperature_alone_are_for_rows_with_nothing_else(name: str) -> None:
-    """A compiled draft reads temperatures alone; it must not be used for any other setting."""
+    """An operator that drafts chains reads temperature and top-p alone; it must not be used for any other setting."""
     row, cpu = Request(0, 0, [1, 2], 9, only(name), frozenset()), torch.device("cpu")
     rounds = {rule: DecodingRound([row], [2], RULES[rule], Uniforms(0, cpu), V, cpu) for rule in ("token", "coupled")}
-    assert (pure := rounds["token"].pure(1, False, simple=True)) is None or pure.key is False
-    assert (pure is None) == (rounds["token"].pure(1, True, simple=True) is None) == (name != "temperature")
-    assert rounds["coupled"].pure(1, False, simple=True) is None
+    draws, likeliest = (rounds["token"].chain_draws(1, greedy) for greedy in (False, True))
+    assert (draws is None) == (name not in ("temperature", "top_p")) and (likeliest is None) == (name != "temperature")
+    assert draws is None or (len(draws.temperature), len(draws.tails)) == (1, name == "top_p")
+    assert rounds["coupled"].chain_draws(1, False) is None
 
 
 def test_noise_of_rows_is_of_the_seed_that_is_asked_for() -> None:

@@ -33,8 +33,8 @@ def texts(device: str, rule: str, sampling: object, draft_device: str = "", **se
     target, draft = tiny(), near(tiny(layers=1))
     if device != "cpu":
         target, draft = target.to(device), draft.to(draft_device or device)
-    proposer = Independent(draft, compile=device != "cpu", **settings)
-    engine = Engine(target, proposer, verify=rule, policy=Fixed(2), rows=2, compile=device != "cpu")
+    proposer = Independent(draft, **settings)
+    engine = Engine(target, proposer, verify=rule, policy=Fixed(2), rows=2)
     return engine.generate(PROMPTS, max_new_tokens=LIMITS, sampling=sampling, seed=3, ignore_eos=True).tokens
 
 
@@ -81,7 +81,7 @@ def test_where_recording_fails_rounds_run_on_with_one_warning(monkeypatch: pytes
     found = [one for one in map(str, (one.message for one in said)) if "run without" in one]
     # of the target's passes, of the draft's, and of the verification
     reason = "passes run without CUDA graphs, since recording failed: out of memory"
-    assert found == 3 * [f"LlamaForCausalLM: {reason}; to have no warning, set compile=False"]
+    assert found == 3 * [f"LlamaForCausalLM: {reason}; to have no warning, set graphs=False"]
 
 
 @torch.inference_mode()

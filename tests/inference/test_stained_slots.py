@@ -8,7 +8,6 @@ import torch
 
 from inference import Engine, Sampling
 from inference.policy import Fixed
-from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 from tests.kinds import KINDS
 from tests.tiny import tiny
 

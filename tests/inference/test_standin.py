@@ -29,16 +29,16 @@ def warmed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
 
 
-def engine(device: str, kind: str, rule: str, rows: int, compile: bool | None) -> Engine:
+def engine(device: str, kind: str, rule: str, rows: int, graphs: bool | None) -> Engine:
     target, draft = tiny(), near(tiny())
     if device != "cpu":
         target, draft = target.to(device), draft.to(device)
-    kinds = {"plain": lambda: None, "draft": lambda: Independent(draft, compile=compile), "ngram": NGram}
-    return Engine(target, kinds[kind](), verify=rule, policy=Fixed(3), rows=rows, compile=compile)
+    kinds = {"plain": lambda: None, "draft": lambda: Independent(draft), "ngram": NGram}
+    return Engine(target, kinds[kind](), verify=rule, policy=Fixed(3), rows=rows, graphs=graphs)
 
 
-def texts(device: str, kind: str, rule: str, rows: int, compile: bool | None, sampling: Any = COOL) -> list[list[int]]:
-    decoder, limits = engine(device, kind, rule, rows, compile), LIMITS if sampling is COOL else LIMITS[:3]
+def texts(device: str, kind: str, rule: str, rows: int, graphs: bool | None, sampling: Any = COOL) -> list[list[int]]:
+    decoder, limits = engine(device, kind, rule, rows, graphs), LIMITS if sampling is COOL else LIMITS[:3]
     settings = {"max_new_tokens": limits, "sampling": sampling, "seed": 2, "ignore_eos": True}
     return decoder.generate(PROMPTS[: len(limits)], **settings).tokens
 

@@ -87,7 +87,7 @@ def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.Mon
     wanted = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
     with standin.device():
         target = tiny().to("cuda")
-        engine = Engine(target, drafts(kind, target), verify="tree", rows=2, policy=Fixed(2), compile=True)
+        engine = Engine(target, drafts(kind, target), verify="tree", rows=2, policy=Fixed(2))
         outs = [engine.generate(PROMPTS[:3], max_new_tokens=6, **call) for call in calls]
     assert [one.tokens for one in outs] == [one.tokens for one in wanted]
     assert [one.stats.accepted for one in outs] == [one.stats.accepted for one in wanted]

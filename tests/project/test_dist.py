@@ -26,7 +26,7 @@ PACKAGES = ("cotrain", "inference")
 INFORMATION = f"cotrain-{__version__}.dist-info"
 BACKEND = "hatchling>=1.27"  # builds the sdist where it is installed
 QUICK = """minutes=.5 trainer.steps=8 trainer.batch=2 rollout.temperatures=[1.0] policy.k=2 bench.minutes=0
-bench.compile=false bench.prompts=1 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
+bench.prompts=1 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
 bench.parity_tokens=40 bench.depths=[2]""".split()  # the texts that are shipped stay, so that no corpus is read
 
 

@@ -36,7 +36,6 @@ def real_plan(verify: str = "token", kind: str = "independent") -> Plan:
         interval=0.1,
         draft_dtype="bfloat16",
         draft_int8=True,
-        compile=False,
         seed=0,
     )
     return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"), kind=kind)  # type: ignore[arg-type]

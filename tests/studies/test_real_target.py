@@ -23,7 +23,7 @@ from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder, tokenizer
 
 TEMPLATE = "{% for one in messages %}[{{ one.content }}]{% endfor %}"
-TINY = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2] compile=false".split()]
+TINY = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2]".split()]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from cotrain.bench import measurement
 from cotrain.bench.measurement import Budget, parity, quick
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
-from cotrain.planning.plan import CompiledParts, Plan
+from cotrain.planning.plan import Plan
 from inference import Engine, Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
@@ -27,16 +27,15 @@ from tests.tiny import tiny
 
 
 def test_engines_of_a_plan_are_what_it_says(met: list[Any]) -> None:  # noqa: F811
-    plan = plan_of(compiled=CompiledParts("plain", "target", "draft"))  # type: ignore[arg-type]
+    plan = plan_of(graphs="graphs")
     one = plan.engine(3)
     assert (one.target, one.verify, one.policy.k, one.tokenizer) == (plan.target, "block", 3, "tokenizer")
-    assert (one.rows, one.compile, one.proposer.compile) == (3, "target", "draft")
+    assert (one.rows, one.graphs) == (3, "graphs")
     assert (one.proposer.network, one.proposer.greedy, one.proposer.int8) == (plan.draft, False, False)
-    counts = plan.engine(3, 32)  # of counts alone
-    assert (counts.rows, counts.compile, counts.proposer.compile) == (32, None, None)
-    assert [(e.rows, e.compile, e.proposer) for e in (plan.plain(), plan.plain(32))] == [
-        (3, "plain", None),
-        (32, None, None),
+    assert plan.engine(3, 32).rows == 32
+    assert [(e.rows, e.graphs, e.proposer) for e in (plan.plain(), plan.plain(32))] == [
+        (3, "graphs", None),
+        (32, "graphs", None),
     ]
     assert replace(plan, objective="greedy").engine(1).proposer.greedy
     grown = replace(plan, tree=TREE)

@@ -10,7 +10,6 @@ import pytest
 from cotrain.bench import measurement
 from cotrain.planning import planner
 from cotrain.planning.forecast import TreeForecast
-from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts
 from inference.measure.adaptive import Reached
 from inference.measure.costs import Costs, RealRound
@@ -33,7 +32,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     """What a measurement gives `build`, and what its parts were asked."""
     asked: dict[str, Any] = {}
     plan = replace(plan_of(**changed), tree=own)
-    here = replace(plan, tree=None, compiled=CompiledParts(False, True, False))
+    here = replace(plan, tree=None)
     chosen = chains_of(4, (1.0, 0.9, 1.3, 1.1, 1.2), rates_of((1, 1, 1, 2.5)))
 
     def part(name: str, result: Any) -> Any:
@@ -43,7 +42,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
     verdict = SimpleNamespace(text=SimpleNamespace(explained=0.375))
     monkeypatch.setattr(measurement.time, "perf_counter", lambda: 100.0)
-    monkeypatch.setattr(measurement, "choose_compiled", part("choose_compiled", (here, MeasuredCosts(REAL, ALONE, {}))))
+    monkeypatch.setattr(measurement, "measured_costs", part("costs", MeasuredCosts(REAL, ALONE, {})))
     monkeypatch.setattr(measurement, "plain_texts", part("plain_texts", "texts"))
     monkeypatch.setattr(planner, "measure_acceptance", part("measure_acceptance", chosen.acceptance))
     monkeypatch.setattr(planner, "measured_costs", part("measured", MeasuredCosts(REAL, ALONE, {})))
@@ -71,7 +70,7 @@ def test_a_plain_step_beside_the_time_of_reading_the_weights() -> None:
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     size = resized(plan_of().bench, minutes=10)
     result, asked, plan, here, timing, verdict, chosen = reported(monkeypatch, bench=size)
-    assert asked["choose_compiled"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][3]
+    assert asked["costs"][1] == 100 + 0.25 * 600 == asked["plan_length"][3] == asked["best_tree"][3]
     assert asked["plain_texts"] == (here, 32) and asked["measure_acceptance"] == (here, "texts")
     assert asked["measured"][0].bench.rows == 1 and asked["measured"][1] == 100 + 0.25 * 600
     assert asked["plan_length"][0] == here and asked["plan_length"][1].costs == MORE  # again, for batches alone
@@ -79,7 +78,7 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     assert asked["best_tree"][1:3] == (chosen, "texts")
     engine = asked["_timed"][1]
     assert asked["_timed"][0] == here and asked["_timed"][2] == 100 + 0.65 * 600
-    assert (engine.policy.k, engine.rows, engine.compile, engine.verify) == (4, 3, True, "block")
+    assert (engine.policy.k, engine.rows, engine.verify) == (4, 3, "block")
     assert asked["check"][0] is engine and asked["check"][1].prompts == [["speculative"]]
     assert asked["check"][2:] == (REGIME, 6, 17, 32)
     assert asked["advice"] == (chosen, timing.ratio("speculative", "plain"))
@@ -100,7 +99,6 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
         "costs": asdict(MORE),
         "costs_alone": asdict(ALONE),
         "rounds": {"0": asdict(RealRound(0, 5, 6)), "4": asdict(RealRound(1, 2, 3))},
-        "compiled": {"plain": False, "target": True, "draft": False},
         "advice": "advice",
         "timing": asdict(REACHED),
         "moved": None,
@@ -119,8 +117,8 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
     """The plan's own tree is one to consider: nothing before is measured with it."""
     served = TreeForecast(TREE, 1.5, 1.0, 0.9, 0.125, 0.0)
     result, asked, plan, here, timing, *_ = reported(monkeypatch, served, own=TREE)
-    assert asked["choose_compiled"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
-    assert asked["choose_compiled"][1] == inf == asked["_timed"][2] == asked["parity"][2]
+    assert asked["costs"][0].tree is None and asked["best_tree"][0] == replace(here, tree=TREE)
+    assert asked["costs"][1] == inf == asked["_timed"][2] == asked["parity"][2]
     assert {asked[name][0].tree for name in ("_timed", "parity", "greedy")} == {TREE}
     assert asked["_timed"][1].policy.k == asked["parity"][1] == asked["greedy"][1] == TREE.depth == 2
     assert asked["_timed"][1].verify == "traversal" and asked["advice"][0].served is served
@@ -132,7 +130,7 @@ def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: 
 
 
 def test_all_plans_of_a_measurement_share_one_network(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Each cast copy would be compiled anew."""
+    """Each cast copy would take memory."""
     _, asked, plan, *_ = reported(monkeypatch, bench=resized(plan_of().bench, draft_dtype="float32"))
-    given = asked["choose_compiled"][0]
+    given = asked["costs"][0]
     assert given.draft is plan.served is not plan.draft and replace(given, tree=TREE).served is plan.served

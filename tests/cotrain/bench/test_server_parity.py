@@ -25,7 +25,7 @@ from tests.inference.servers.test_openai_client import Lookalike, url  # noqa: F
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     size = SimpleNamespace(
-        prompts=16, prompt_tokens=8, new_tokens=24, rows=8, draft_dtype="auto", draft_int8=False, compile=False, seed=0
+        prompts=16, prompt_tokens=8, new_tokens=24, rows=8, draft_dtype="auto", draft_int8=False, seed=0
     )
     target, draft = network(), network(layers=1, seed=0)
     return Plan(target, tokenizer(), draft, Sampling(), "token", size, ("t", "d"))  # type: ignore[arg-type]

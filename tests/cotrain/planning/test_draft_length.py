@@ -1,4 +1,4 @@
-"""The choice of a draft length, of compiled parts, and the budget of a measurement."""
+"""The choice of a draft length, and the budget of a measurement."""
 
 from dataclasses import replace
 from math import inf
@@ -10,7 +10,6 @@ import torch
 from cotrain.bench import measurement
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, acceptance
-from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, plan_entries, plan_length
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound
@@ -33,49 +32,6 @@ def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> No
     assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
     assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
     assert plan_entries(chains_of(1, (1.0, 1.0)), "token")["plain_is_faster"]  # as fast, and simpler
-
-
-@pytest.fixture
-def ran(monkeypatch) -> list[CompiledParts]:
-    """What was compiled when rounds were run: alone the compiled draft is faster, in a run its target."""
-    measured = []
-
-    def rounds_of(plan, lengths, until):
-        measured.append(plan.compiled)
-        draft, target = (3.0, 0.5) if plan.compiled.draft else (1.0, 2.0)
-        return {k: RealRound(draft * (k > 0), target, 0.1) for k in lengths}
-
-    def costs_of(plan):
-        return Costs((1.0,) * 5, 0.01 if plan.compiled.draft else 0.5, (0.1,) * 5)
-
-    monkeypatch.setattr(planner, "rounds_of", rounds_of)
-    monkeypatch.setattr(planner, "costs_of", costs_of)
-    monkeypatch.setattr(measurement.Plan, "depths", [2, 3, 4])
-    monkeypatch.setattr(measurement.Plan, "proposer", lambda self: SimpleNamespace(depths=None))
-    return measured
-
-
-def compiling() -> measurement.Plan:
-    return measurement.Plan(*[None] * 5, SimpleNamespace(compile=True), ("t", "d"))  # type: ignore[arg-type]
-
-
-def test_each_part_runs_compiled_where_real_rounds_are_faster_so(ran) -> None:
-    plan, measured = planner.choose_compiled(compiling())
-    assert plan.compiled == CompiledParts(plain=True, target=True, draft=False)
-    assert ran == [CompiledParts(), CompiledParts(True, True, True), plan.compiled]  # the engine that serves is run too
-    assert measured.costs.target[0] == pytest.approx(2.0) and measured.alone.draft == 0.5  # as it was without compiling
-
-
-@pytest.mark.parametrize(("until", "tried"), [(59.0, False), (61.0, True)])
-def test_nothing_is_compiled_that_there_is_no_time_to_measure(until, tried, ran, monkeypatch, capsys) -> None:
-    """The parts as they are took until 30; as long again ends at 60."""
-    times = iter((0.0, 30.0))
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=lambda: next(times)))
-    plan, _ = planner.choose_compiled(compiling(), until)
-    assert (CompiledParts(True, True, True) in ran) is tried and (
-        "there is no time to measure it" in capsys.readouterr().out
-    ) is not tried
-    assert tried or plan.compiled == CompiledParts()
 
 
 def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:

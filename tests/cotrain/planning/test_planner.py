@@ -1,14 +1,13 @@
 """What draft lengths, tables of costs and the cells of tables are made of: every number comes from where it should."""
 
 from dataclasses import replace
-from math import inf, nan
+from math import nan
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cotrain.planning import planner
-from cotrain.planning.plan import CompiledParts
 from cotrain.planning.planner import MeasuredCosts, advice
 from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
@@ -17,20 +16,6 @@ from tests.encoder_decoders import t5
 from tests.settings import resized
 
 EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
-
-
-def test_a_part_is_judged_where_rounds_are(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """The pass over drafts and drafting at the middle of the lengths, not plain decoding's pass."""
-    plan = plan_of(bench=resized(plan_of().bench, compile=True, depths=[1, 3, 2]))
-    fast = replace(EAGER, target=(9.0, 1.5, 2.0, 9.0, 9.0), draft=0.6, first=-0.1)  # 2 drafts: 1.1 for 1.25
-
-    def measured(plan: Any, until: float = inf) -> MeasuredCosts:
-        result = fast if plan.compiled.plain else EAGER
-        return MeasuredCosts(result, result, {})
-
-    monkeypatch.setattr(planner, "measured_costs", measured)
-    monkeypatch.setattr(planner, "rounds_of", lambda *_: {0: RealRound(0.0, 1.0, 0.1)})
-    assert planner.choose_compiled(plan)[0].compiled == CompiledParts(False, True, True)
 
 
 def test_costs_of_an_encoder_decoder_are_those_of_short_texts_after_whole_sources(

@@ -204,7 +204,6 @@ def plan_of(size: dict[str, Any] | None = None, draft: Any = None, **settings: A
         "depths": [2],
         "draft_dtype": "auto",
         "draft_int8": False,
-        "compile": False,
         "seed": 0,
         "trees": 4,
     } | (size or {})

@@ -10,11 +10,10 @@ from cotrain.bench import measurement
 from inference.proposers.hybrid import Gate
 from tests import standin
 from tests.cotrain.bench.test_measurement import plan
-from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 
 
 def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replayed there, where single launches take several times as long."""
+    """Recorded there, where single launches take several times as long."""
     met: list[Any] = []
     monkeypatch.setattr(
         "cotrain.students.retrieval.calibrate", lambda *engines, **_: met.extend(engines[:2]) or Gate.uncalibrated()
@@ -27,4 +26,4 @@ def test_a_gate_on_a_gpu_is_of_rounds_as_they_are_served(monkeypatch: pytest.Mon
             hybrid_plan.draft.config.lookup = {"datastore": None, "shortest": 2}
             measurement.prepare(hybrid_plan)
             drafting, plain = met[-2:]
-            assert {drafting.target.compiled, plain.target.compiled, drafting.proposer.compile} == {device == "cuda"}
+            assert {drafting.target.graphs, plain.target.graphs} == {device == "cuda"}

@@ -176,8 +176,8 @@ def test_a_tree_of_drafts_on_two_devices_gives_the_texts_of_one(tmp_path: Path) 
     draft = network(1)
 
     def told(model: PreTrainedModel) -> list[list[int]]:
-        trees = Independent(draft.to(model.device), shape=(-1, -1, 0, 0), compile=False)  # type: ignore[arg-type]
-        engine = Engine(model, trees, verify="tree", rows=1, policy=Fixed(2), compile=False)
+        trees = Independent(draft.to(model.device), shape=(-1, -1, 0, 0))  # type: ignore[arg-type]
+        engine = Engine(model, trees, verify="tree", rows=1, policy=Fixed(2), graphs=False)
         prompts = [[5, 6, 7, 8, 9]]
         return engine.generate(prompts, max_new_tokens=8, sampling=Sampling(1.0), seed=3, ignore_eos=True).tokens
 

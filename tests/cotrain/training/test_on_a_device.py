@@ -48,7 +48,7 @@ def trained(training: Training) -> None:
     module.to("cuda")
     agrees = dict.fromkeys(("logits", "states"), lambda *_: CheckResult(0.0, 1.0))  # the commands below check
     with patch.multiple(Probe, **agrees):
-        engine = Engine(training.target, module.student.proposer(compile=False), policy=Fixed(2), rows=1, compile=False)
+        engine = Engine(training.target, module.student.proposer(), policy=Fixed(2), rows=1, graphs=False)
         found = engine.generate([[1, 2, 3]], max_new_tokens=3, sampling=Sampling(1.0), ignore_eos=True)
     assert len(found.tokens[0]) == 3 and found.stats.drafted
 

@@ -46,7 +46,7 @@ def test_logits_of_recorded_passes_are_those_of_each_pass() -> None:
     """A recorded pass overwrites the logits of the one before."""
 
     def logits(device: str) -> torch.Tensor:
-        lm = LM(tiny(positions=128).to(device), 1, compile=device == "cuda")  # type: ignore[arg-type]
+        lm = LM(tiny(positions=128).to(device), 1, graphs=device == "cuda")  # type: ignore[arg-type]
         (found,) = teacher_forced(lm, [[5, 9, 3]], [[7, 1, 4, 8]], Sampling(), width=1)
         return found.logits.to("cpu")
 

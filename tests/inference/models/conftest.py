@@ -2,15 +2,10 @@
 
 import pytest
 
-import inference.models.lm as lm_module
-from inference.models.replay import Recorded
+from tests.tiny import record_on_cpu
 
 
 @pytest.fixture
 def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled models run by the buckets of CUDA graphs, on a CPU without graphs, in slots that start few."""
-    monkeypatch.setattr("inference.models.replay.Compiled", Recorded)
-    monkeypatch.setattr(lm_module, "FIRST_SLOTS", 16)
-    monkeypatch.setattr("inference.models.replay.FEWEST", 8)
+    record_on_cpu(monkeypatch)
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    monkeypatch.setattr(Recorded, "failed", False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import inference.models.lm as lm_module
-import inference.models.replay as graphs
+import inference.models.replay as replay
 from inference import Engine, Sampling
 from inference.models.forward import additive, attention, seen_from
 from inference.models.llama import ModelShape, flash
@@ -27,9 +27,9 @@ PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots that start few and one run before a recording, but on a GPU."""
     if "gpu" not in request.keywords:
-        monkeypatch.setattr(graphs, "WARMUP", 1)
+        monkeypatch.setattr(replay, "WARMUP", 1)
         monkeypatch.setattr(lm_module, "FIRST_SLOTS", 16)
-        monkeypatch.setattr(graphs, "FEWEST", 8)
+        monkeypatch.setattr(replay, "FEWEST", 8)
 
 
 def buckets(lm: LM) -> set[tuple[int, int, int, bool]]:
@@ -39,17 +39,17 @@ def buckets(lm: LM) -> set[tuple[int, int, int, bool]]:
     return {(rows, part["ids"][0], part["slots"][0], "only" in part) for rows, part in sizes}
 
 
-def texts(compile: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
+def texts(graphs: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
     target, draft = (model.to(device) for model in (tiny(), tiny(layers=1, seed=3)))
-    proposer = Independent(draft, compile=compile)
-    engine = Engine(target, proposer, policy=Fixed(3), rows=rows, compile=compile)
+    proposer = Independent(draft)
+    engine = Engine(target, proposer, policy=Fixed(3), rows=rows, graphs=graphs)
     limits = [20, 4, 33, 11, 26]
     return engine.generate(PROMPTS, max_new_tokens=limits, sampling=Sampling(0.8), seed=2, ignore_eos=True).tokens
 
 
 def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
     """Rows come and go, slots grow, lengths differ: in float64 nothing may change."""
-    assert texts(compile=True) == texts(compile=False)
+    assert texts(graphs=True) == texts(graphs=False)
 
 
 def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
@@ -57,16 +57,16 @@ def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
     settings = {"sampling": Sampling(0.8), "ignore_eos": True}
     limits, prompts = [5 + 7 * i % 23 for i in range(16)], [[i + 1] * (i % 5 + 2) for i in range(16)]
     tokens = []
-    for compile in (True, False):
-        engine = Engine(tiny(), Independent(near(tiny()), compile=compile), rows=6, compile=compile)
+    for graphs in (True, False):
+        engine = Engine(tiny(), Independent(near(tiny())), rows=6, graphs=graphs)
         tokens.append(engine.generate(prompts, max_new_tokens=limits, **settings).tokens)
     assert tokens[0] == tokens[1]
 
 
 @pytest.mark.gpu
 def test_graphs_give_the_text_of_plain_passes() -> None:
-    assert texts(compile=True, device="cuda") == texts(compile=False, device="cuda")
-    lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, compile=True)
+    assert texts(graphs=True, device="cuda") == texts(graphs=False, device="cuda")
+    lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, graphs=True)
     assert isinstance(lm.run, Replayed) and not lm.run.replay.failed
     ids = torch.ones(3, 2, dtype=torch.int64, device="cuda")
     with torch.inference_mode():
@@ -80,7 +80,7 @@ def ids(rows: int, n: int) -> torch.Tensor:
 
 
 def recording_lm(rows: int = 4) -> LM:
-    lm = LM(tiny().to("cuda"), rows, compile=True)
+    lm = LM(tiny().to("cuda"), rows, graphs=True)
     lm.store(ids(rows, 1), [0] * rows)
     return lm
 
@@ -131,16 +131,16 @@ def test_graphs_are_dropped_before_the_cache_grows() -> None:
 
 
 def test_graphs_are_the_default_on_a_gpu_alone() -> None:
-    assert not Engine(tiny()).target.compiled
+    assert not Engine(tiny()).target.graphs
     host = Independent(tiny())
     host.open(Host(1, 0, 32, 64, LM(host.model, 1)))
-    assert not host.lm.compiled
+    assert not host.lm.graphs
     with standin.device() as gpu:
         target, draft = tiny().to("cuda"), Independent(near(tiny()).to("cuda"))
         engine = Engine(target, draft, rows=2)
         engine.generate([[1, 2], [3]], max_new_tokens=4)
-        assert engine.target.uses_graphs and draft.lm.uses_graphs and gpu.recordings
-        assert not Engine(target, compile=False).target.compiled
+        assert engine.target.graphs and draft.lm.graphs and gpu.recordings
+        assert not Engine(target, graphs=False).target.graphs
 
 
 def test_a_model_without_graphs_warns_once() -> None:
@@ -149,10 +149,10 @@ def test_a_model_without_graphs_warns_once() -> None:
         model.model.layers[0].register_forward_hook(lambda *_: None)
         with pytest.warns(UserWarning, match="LlamaForCausalLM: its passes cannot be recorded as CUDA graphs") as said:
             engine = Engine(model)
-        assert len(said) == 1 and not engine.target.compiled
+        assert len(said) == 1 and not engine.target.graphs
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            Engine(model, compile=False)
+            Engine(model, graphs=False)
 
 
 @pytest.mark.parametrize("arch", ["sm80", "sm90"])

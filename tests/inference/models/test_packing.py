@@ -32,7 +32,7 @@ from tests.inference.models.test_trees import PARENTS, check
 from tests.inference.test_adaptive_policy import Script
 from tests.inference.test_every_proposer import Uneven
 from tests.inference.test_shared_proposers import Short
-from tests.tiny import near, tiny, traced
+from tests.tiny import near, tiny
 
 # where there is a compiler they must compile
 needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
@@ -271,43 +271,12 @@ def test_copies_are_of_the_present_weights_and_dropped_with_them() -> None:
     assert copies() == before
 
 
-@needs_kernels
-def test_a_pass_of_one_operator_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    traced(monkeypatch)
-    torch._dynamo.reset()
-    lm = LM(halved(build("Llama", BIASED)), 3, compile=True)
-    torch.testing.assert_close(passes(lm), passes(LM(lm.model, 3, stock=True)), rtol=1e-4, atol=1e-4)
-    assert not torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
 @pytest.mark.thorough
 @needs_kernels
-def test_a_compiled_chain_of_drafts_reads_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one operator cannot draft it, as with a small head."""
-    traced(monkeypatch)
-    monkeypatch.setattr(LM, "chain", lambda *given: None)
-    target, draft = (halved(tiny(hidden=32, heads=2, layers=layers)) for layers in (4, 2))
-    engine, plain = (
-        Engine(target, Independent(draft, compile=compile), policy=Fixed(3), rows=2, compile=compile)
-        for compile in (True, False)
-    )
-    texts = [one.generate(PROMPTS, sampling=Sampling(1.0), **REGIME) for one in (engine, plain)]
-    with torch.profiler.profile() as profile:
-        again = engine.generate(PROMPTS, sampling=Sampling(1.0), **REGIME)
-    assert texts[0].tokens == texts[1].tokens == again.tokens
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert not {"aten::addmm", "aten::mm"} & {event.key for event in profile.key_averages()}
-
-
-@pytest.mark.thorough
-@needs_kernels
-@pytest.mark.parametrize(("compile", "int8"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", FEATURES)
-def test_drafts_over_states_in_float32_have_copies(
-    kind: str, compile: bool, int8: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_over_states_in_float32_have_copies(kind: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same text and rounds as without copies, of the rounded weights. Weights that change are copied again."""
-    traced(monkeypatch)
     make, proposes = FEATURES[kind]
     target = halved(tiny(hidden=32, heads=2, layers=4))
     network = halved(make(target, 0.3))
@@ -317,7 +286,7 @@ def test_drafts_over_states_in_float32_have_copies(
         if int8 and isinstance(module, nn.Linear):
             module.weight.data = llama.rounded(module.weight)
 
-    engines = {one: Engine(target, one, policy=Fixed(3), rows=2, compile=compile) for one in (proposer, plain)}
+    engines = {one: Engine(target, one, policy=Fixed(3), rows=2) for one in (proposer, plain)}
 
     def text(one: Any) -> Any:
         return engines[one].generate(PROMPTS, sampling=Sampling(1.0), **REGIME)

@@ -116,7 +116,7 @@ def test_prompts_of_one_token_have_no_states() -> None:
 
 def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     model = tiny(layers=3)
-    lm = LM(model, 3, compile=True)
+    lm = LM(model, 3, graphs=True)
     check(model, lm)
     ends_early(model, lm)
     names = {key[0][1:] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]

@@ -147,7 +147,7 @@ def test_up_to_the_end_of_the_context() -> None:
 def test_by_buckets(graphs_on_cpu: None, parents: list[int]) -> None:
     """8 nodes are a bucket of 17 ids, 5 one of 9: what is added changes nothing that is stored."""
     model = tiny()
-    lm = LM(model, 3, compile=True)
+    lm = LM(model, 3, graphs=True)
     check(lm, LM(model, 3, stock=True), [parents] * 3, Tree(parents), 1e-6)
     sizes = [dict(key[2:]) for key in lm.run.replay.graphs]  # type: ignore[attr-defined]
     assert {one["ids"][0] for one in sizes if "nodes" in one} == {9}
@@ -157,7 +157,7 @@ def test_graphs_of_trees_are_few_launches(graphs_on_cpu: None) -> None:
     """A pass and a move of one copy and one launch each, beside what says where the tree is; nothing is read."""
     with standin.device() as gpu:
         model = tiny().to("cuda")
-        lm = LM(model, 3, compile=True)
+        lm = LM(model, 3, graphs=True)
         tree = Tree(PARENTS)
         check(lm, LM(tiny(), 3), [PARENTS] * 3, tree, 1e-6)
         ids = torch.cat([torch.ones(3, 1, dtype=torch.int64, device="cuda"), nodes(8, lm.device)], 1)

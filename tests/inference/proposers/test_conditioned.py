@@ -57,8 +57,8 @@ def mismatches(watched: Watched, network: Any) -> int:
     return wrong
 
 
-def decoded(target: Any, proposer: Any, sampling: Any = None, compile: bool = False, **settings: Any) -> Any:
-    engine = Engine(target, proposer, policy=Fixed(3), rows=3, compile=compile, **settings)
+def decoded(target: Any, proposer: Any, sampling: Any = None, graphs: bool = False, **settings: Any) -> Any:
+    engine = Engine(target, proposer, policy=Fixed(3), rows=3, graphs=graphs, **settings)
     asked: dict[str, Any] = {"max_new_tokens": LIMITS, "sampling": sampling or SEVERAL, "ignore_eos": True, "seed": 2}
     return engine.generate(PROMPTS, **asked | {"ids": range(7)})
 
@@ -139,9 +139,9 @@ def test_a_recorded_round_reads_the_scale_of_each_call(cut: int, monkeypatch: py
     """One shape, so one recording, at one temperature after another; and weights that learnt between two calls."""
     monkeypatch.setattr("inference.models.replay.WARMUP", 0)
 
-    def texts(target: Any, compile: bool) -> list[Any]:
+    def texts(target: Any, graphs: bool) -> list[Any]:
         network = conditioned_near(target)
-        engine = Engine(target, Conditioned(network, compile=compile), policy=Fixed(3), rows=2, compile=compile)
+        engine = Engine(target, Conditioned(network), policy=Fixed(3), rows=2, graphs=graphs)
         outputs = []
         for t in (1.0, 0.7, 0.85, 1.0):
             out = engine.generate(

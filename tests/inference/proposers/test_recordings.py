@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import inference.models.lm as lm_module
 from inference import Engine, Sampling
 from inference.models.replay import Recorded
 from inference.policy import Fixed
@@ -19,7 +18,7 @@ from inference.proposers.hybrid import PartialRound
 from inference.round import DecodingRound
 from tests import kinds, standin
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import near, record_on_cpu, tiny
 
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 7)]
 # in turn on one engine: neighbours differ in one setting, and their recordings have the same shapes
@@ -55,11 +54,7 @@ def flat(tensors: Any) -> Iterator[Tensor]:
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Names of the replayed recordings, on a CPU without graphs, each compared with the function itself."""
-    monkeypatch.setattr("inference.models.replay.Compiled", Recorded)
-    monkeypatch.setattr(lm_module, "FIRST_SLOTS", 8)
-    monkeypatch.setattr("inference.models.replay.FEWEST", 8)
-    monkeypatch.setattr("inference.proposers.eagle.FIRST_SLOTS", 8)
-    monkeypatch.setattr(Recorded, "failed", False)
+    record_on_cpu(monkeypatch)
     numbers = cached_property(lambda round: (round.send(), round._streams(round.noise.table.shape[-1]))[1])
     numbers.__set_name__(DecodingRound, "_numbers")
     monkeypatch.setattr(DecodingRound, "_numbers", numbers)  # as many as there are, as on a GPU
@@ -81,7 +76,7 @@ Make = Callable[..., Proposer]
 
 
 def independent(target: Any, **settings: Any) -> Proposer:
-    return Independent(near(tiny(layers=1)), compile=True, **settings)
+    return Independent(near(tiny(layers=1)), **settings)
 
 
 def kind(name: str, shape: Any = None) -> Make:
@@ -106,10 +101,10 @@ class LaterAtOnce(Later, Parallel): ...
 DRAFTS: dict[str, tuple[Make, str]] = {
     "independent, token": (independent, "token"),
     "independent, coupled": (independent, "coupled"),
-    "parallel, block": (lambda target: Parallel(kinds.masked(target), compile=True), "block"),
-    "independent, later": (lambda target: Later(near(tiny(layers=1)), compile=True), "token"),
-    "parallel, later": (lambda target: LaterAtOnce(kinds.masked(target), compile=True), "token"),
-    "parallel, markov": (lambda target: Parallel(kinds.chained(kinds.masked(target)), compile=True), "token"),
+    "parallel, block": (lambda target: Parallel(kinds.masked(target)), "block"),
+    "independent, later": (lambda target: Later(near(tiny(layers=1))), "token"),
+    "parallel, later": (lambda target: LaterAtOnce(kinds.masked(target)), "token"),
+    "parallel, markov": (lambda target: Parallel(kinds.chained(kinds.masked(target))), "token"),
     "ngram, token": (lambda target: NGram(1), "token"),
     "medusa, trees": (kind("medusa", (-1, -1, 0)), "tree"),
     "eagle, trees": (kind("eagle", (-1, -1, 0)), "traversal"),
@@ -125,7 +120,7 @@ def test_a_recording_gives_what_its_function_gives_now(drafts: str, compared: li
     """Calls on one engine that differ in a setting, and then in the draft length."""
     make, rule = DRAFTS[drafts]
     target = tiny()
-    engine = Engine(target, make(target), verify=rule, policy=Fixed(2), rows=2, compile=True)
+    engine = Engine(target, make(target), verify=rule, policy=Fixed(2), rows=2)
     for n, sampling in enumerate(CALLS):
         engine.generate(PROMPTS, max_new_tokens=3, sampling=sampling, seed=n, ignore_eos=True)
     for k in (1, 3):
@@ -143,7 +138,7 @@ def test_a_recording_is_of_the_target_that_its_engine_has(monkeypatch: pytest.Mo
         targets, counts = [tiny(layers=1, hidden=8, seed=seed).to(device) for seed in (0, 5)], []
         heads = kinds.KINDS["medusa"].proposer(targets[0])
         for target in targets:
-            engine = Engine(target, heads, policy=Fixed(2), rows=2, compile=device != "cpu")
+            engine = Engine(target, heads, policy=Fixed(2), rows=2)
             counts.append(engine.generate(PROMPTS, max_new_tokens=9, seed=2, ignore_eos=True).stats.accepted)
         return counts
 
@@ -161,7 +156,7 @@ def test_recordings_of_one_tree_outlive_those_of_another(name: str, monkeypatch:
     def texts(device: str) -> list[list[int]]:
         target = tiny(layers=2, hidden=8).to(device)
         engines = [
-            Engine(target, kind(name, shape)(target), verify="tree", policy=Fixed(2), rows=2, compile=device != "cpu")
+            Engine(target, kind(name, shape)(target), verify="tree", policy=Fixed(2), rows=2)
             for shape in ((-1, -1, 0), (-1, 0, 0))
         ]
         return [engine.generate(PROMPTS, max_new_tokens=3, seed=2).tokens for engine in (*engines, engines[0])]
