@@ -130,7 +130,6 @@ def plan_of(**changed: Any) -> Plan:
         depths=[2, 4],
         draft_dtype="float64",
         draft_int8=False,
-        graphs=False,
         seed=17,
         trees=0,
     )

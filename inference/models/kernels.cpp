@@ -2,9 +2,8 @@
 // loads them.
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
-// end. In bfloat16 a 32-bit word holds two weights. Shifted left it is the float32 number of the first, masked the one
-// of the second; the first of each word are outputs 0 to W - 1 of the panel, the second are outputs W to P - 1. In
-// float16 and int8 outputs stand in their order. A panel in int8 ends with P float32 numbers, the scales of its outputs.
+// end. In bfloat16 a 32-bit word holds the weights of an output for two inputs. Shifted left it is the float32 number of
+// the first, masked the one of the second. A panel in int8 ends with P float32 numbers, the scales of its outputs.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -58,9 +57,11 @@ enum Kind { BRAIN, HALF, BYTE };  // bfloat16, float16, int8
 
 template <Kind kind>
 constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
-
-// The weights of P outputs for one input: of outputs 0 to W - 1 and of the others.
 template <Kind kind>
+constexpr int PAIR = kind == BRAIN ? 2 : 1;  // inputs whose weights stand together
+
+// The weights of P outputs for one input of the PAIR at `from`: of outputs 0 to W - 1 and of the others.
+template <Kind kind, int which>
 inline void widen(const char* from, Floats& first, Floats& second) {
   if constexpr (kind == BYTE) {
 #if defined(__AVX512F__)
@@ -91,10 +92,11 @@ inline void widen(const char* from, Floats& first, Floats& second) {
     second = __builtin_convertvector(halves[1], Floats);
 #endif
   } else {
-    Words two;
-    std::memcpy(&two, from, sizeof two);
-    first = (Floats)(two << 16);
-    second = (Floats)(two & 0xffff0000u);
+    Words one, other;
+    std::memcpy(&one, from, sizeof one);
+    std::memcpy(&other, from + sizeof one, sizeof other);
+    first = (Floats)(which ? one & 0xffff0000u : one << 16);
+    second = (Floats)(which ? other & 0xffff0000u : other << 16);
   }
 }
 
@@ -102,21 +104,26 @@ inline void widen(const char* from, Floats& first, Floats& second) {
 template <Kind kind, int M, int U>
 void tile(const float* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   Floats sums[U][M][2] = {};
+  constexpr int N = PAIR<kind>;
   auto step = [&](int64_t i, int u) {
-    Floats first, second;
-    const char* from = panel + i * P * WIDTH<kind>;
-    widen<kind>(from, first, second);
-    __builtin_prefetch(from + AHEAD);
-    for (int m = 0; m < M; m++) {
-      Floats one = x[m * in + i] - Floats{};  // in each place; adding zeros would be an operation
-      sums[u][m][0] += one * first;
-      sums[u][m][1] += one * second;
-    }
+    const char* from = panel + i * N * P * WIDTH<kind>;
+    auto one_input = [&]<int which>() {
+      Floats first, second;
+      widen<kind, which>(from, first, second);
+      __builtin_prefetch(from + AHEAD + which * P * WIDTH<kind>);
+      for (int m = 0; m < M; m++) {
+        Floats one = x[m * in + i * N + which] - Floats{};  // in each place; adding zeros would be an operation
+        sums[u][m][0] += one * first;
+        sums[u][m][1] += one * second;
+      }
+    };
+    one_input.template operator()<0>();
+    if constexpr (N > 1) one_input.template operator()<1>();
   };
   int64_t i = 0;
-  for (; i + U <= in; i += U)
+  for (; (i + U) * N <= in; i += U)
     for (int u = 0; u < U; u++) step(i + u, u);
-  for (; i < in; i++) step(i, 0);
+  for (; i * N < in; i++) step(i, 0);
   for (int m = 0; m < M; m++) {
     float every[P];
     for (int u = 1; u < U; u++)
@@ -127,6 +134,59 @@ void tile(const float* x, const char* panel, float* y, int64_t in, int64_t outpu
     std::memcpy(every, sums[0][m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
   }
+}
+
+#ifdef __AVX512BF16__
+bool rounds = false;  // whether products over weights in bfloat16 round what they multiply to bfloat16
+
+// `tile` of x in bfloat16, as pairs: (M, in / 2) words
+template <int M>
+void rounded_tile(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
+  __m512 sums[M][2];
+  for (auto& of_row : sums) of_row[0] = of_row[1] = _mm512_setzero_ps();
+  for (int64_t i = 0; i < in / 2; i++) {
+    const char* from = panel + i * 4 * P;
+    const auto first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 4 * W);
+    __builtin_prefetch(from + AHEAD);
+    __builtin_prefetch(from + AHEAD + 4 * W);
+    for (int m = 0; m < M; m++) {
+      const auto one = (__m512bh)_mm512_set1_epi32(x[m * (in / 2) + i]);
+      sums[m][0] = _mm512_dpbf16_ps(sums[m][0], one, first);
+      sums[m][1] = _mm512_dpbf16_ps(sums[m][1], one, second);
+    }
+  }
+  for (int m = 0; m < M; m++) std::memcpy(y + m * stride, sums[m], outputs * sizeof(float));
+}
+
+template <int M>
+void rounded_rest(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
+  if constexpr (M > 0) {
+    if (rows == M)
+      rounded_tile<M>(x, panel, y, in, outputs, stride);
+    else
+      rounded_rest<M - 1>(x, panel, y, in, outputs, stride, rows);
+  }
+}
+
+// n numbers, of an even count, as words of two numbers in bfloat16
+std::vector<uint32_t> rounded(const float* x, int64_t n) {
+  std::vector<uint32_t> to(n / 2);
+  for (int64_t i = 0; i < n; i += W) {
+    const auto some = static_cast<__mmask16>(n - i < W ? (1 << (n - i)) - 1 : -1);
+    const auto words = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, x + i));
+    _mm256_mask_storeu_epi16(to.data() + i / 2, some, words);
+  }
+  return to;
+}
+#endif
+
+// Sets whether products round what they multiply, where that is faster. Returns what it was.
+bool rounding(bool on) {
+#ifdef __AVX512BF16__
+  std::swap(on, rounds);
+  return on;
+#endif
+  return false;
 }
 
 // `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
@@ -148,12 +208,25 @@ void times(const float* x, const at::Tensor& weight, const float* bias, float* y
   const auto* panels = static_cast<const char*>(weight.const_data_ptr());
   const int64_t in = inputs(weight);
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
+#ifdef __AVX512BF16__
+  std::vector<uint32_t> words;
+  if (kind == BRAIN && rounds) words = rounded(x, rows * in);
+#endif
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
       const char* panel = panels + p * weight.size(1) * P * WIDTH<kind>;
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
+#ifdef __AVX512BF16__
+      const uint32_t* pairs = words.data();
+      for (; words.size() && a + BLOCK <= rows; a += BLOCK)
+        rounded_tile<BLOCK>(pairs + a * in / 2, panel, out + a * outputs, in, kept, outputs);
+      if (words.size()) {
+        rounded_rest<BLOCK - 1>(pairs + a * in / 2, panel, out + a * outputs, in, kept, outputs, rows - a);
+        a = rows;
+      }
+#endif
       for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
       rest<kind, BLOCK - 1>(x + a * in, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
@@ -171,7 +244,7 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
-// A weight (out, in) as panels. scale (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
+// A weight (out, in) as panels; `in` is even for bfloat16. scale (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;
@@ -180,11 +253,12 @@ at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   for (int64_t p = 0; p < panels; p++) {
     const int64_t outputs = std::min<int64_t>(P, out - p * P);
-    for (int64_t i = 0; i < in; i++, to += P * width)
-      for (int j = 0; j < P; j++) {
-        const int64_t o = brain ? j / 2 + (j % 2 ? W : 0) : j;
-        if (o < outputs) std::memcpy(to + j * width, from + ((p * P + o) * in + i) * width, width);
+    for (int64_t i = 0; i < in; i++)
+      for (int64_t o = 0; o < outputs; o++) {
+        const int64_t at = brain ? (i / 2 * P + o) * 2 + i % 2 : i * P + o;
+        std::memcpy(to + at * width, from + ((p * P + o) * in + i) * width, width);
       }
+    to += in * P * width;
     if (eight) {
       std::memcpy(to, numbers(scale) + p * P, outputs * sizeof(float));
       to += P * SCALES;
@@ -804,6 +878,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
+  m.def("rounding(bool on) -> bool", rounding);
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -119,6 +120,20 @@ def _compile(command: Sequence[str], library: Path) -> None:
         linked.replace(library)
 
 
+@contextmanager
+def rounded_products() -> Iterator[None]:
+    """Within the block, products over copies in bfloat16 first round what they multiply to bfloat16, if this CPU has
+    instructions for such products: many rows then take half of the time. The setting is for the whole process. It is
+    not for passes of different lengths that are compared, since these round differently."""
+    loaded = hasattr(torch.ops.inference, "rounding")  # by `has_kernels`
+    before = loaded and torch.ops.inference.rounding(True)
+    try:
+        yield
+    finally:
+        if loaded:
+            torch.ops.inference.rounding(before)
+
+
 def _processor() -> str:
     """Return what instructions this CPU has: a home folder may be shared by machines."""
     try:
@@ -153,6 +168,8 @@ def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:
     """Return an object that multiplies by a packed copy of the weight (out, in) and adds the bias (out,), None for no
     bias. Return None if the copy could not represent the weight's numbers, or has no kernel here."""
     for dtype in NARROW:
+        if dtype == torch.bfloat16 and weight.shape[1] % 2:  # its copy has pairs of inputs
+            continue
         if weight.dtype == dtype or all(torch.equal(rows, rows.to(dtype).float()) for rows in weight.split(CHUNK)):
             return Widened(weight.to(dtype), bias) if has_kernels() else None
     return None

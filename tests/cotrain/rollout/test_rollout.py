@@ -20,6 +20,7 @@ from cotrain.rollout import samplers, training_texts
 from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import Sampled, name
 from inference import Engine, Sampling
+from inference.models import packing
 from inference.proposers import Independent
 from inference.servers.openai_client import Completion
 from tests.folders import tokenizer
@@ -301,3 +302,21 @@ def test_an_answer_is_encoded_as_the_prompts_continuation() -> None:
     client = Answering(Completion("b b", None, "length"))
     words = PreTrainedTokenizerFast(tokenizer_object=model)
     assert Remote(client, words, 4, frozenset())([[3]], WARM, 6, 1, [3]) == [[2, 4]]  # type: ignore[arg-type]
+
+
+def test_texts_are_sampled_by_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call's products alone, not those of a draft's measurement after it."""
+    assert packing.has_kernels()
+    engine, states = Engine(tiny(dtype=torch.bfloat16), rows=2), []
+    generate = engine.generate
+
+    def watched(*given: Any, **settings: Any) -> Any:
+        before = torch.ops.inference.rounding(True)
+        torch.ops.inference.rounding(before)
+        states.append(before)
+        return generate(*given, **settings)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    assert len(Own(engine)([[1, 2, 3], [4]], Sampling(1.0), 4, 0, [1, 2])) == 2
+    assert states == ["avx512_bf16" in packing._processor()]
+    assert not torch.ops.inference.rounding(False)

@@ -17,8 +17,7 @@ from inference.measure.floor import weight_bytes
 from inference.models import llama, packing, pretrained
 from inference.models.lm import LM
 from inference.models.packing import Widened, can_pack, pack
-from inference.models.passes import LAST
-from inference.models.replay import Pure
+from inference.models.passes import LAST, ChainDraws
 from inference.policy import Fixed
 from inference.proposers.block import Block
 from inference.proposers.eagle import Eagle, EagleDrafting
@@ -62,8 +61,8 @@ def copies() -> int:
     [
         (16, 16, True, 1.0, torch.bfloat16),
         (24, 40, False, 2.0**-30, torch.bfloat16),
-        (7, 33, True, 2.0**30, torch.bfloat16),
-        (1, 1, False, 1.0, torch.bfloat16),
+        (6, 33, True, 2.0**30, torch.bfloat16),
+        (2, 1, False, 1.0, torch.bfloat16),
         (64, 600, True, 2.0**-112, torch.bfloat16),
         (23, 50, True, 1.0, torch.float16),
         (37, 50, True, 1.0, torch.int8),
@@ -88,6 +87,33 @@ def test_products_are_those_of_the_weight(
         assert ((result.double() - exact).abs() <= (inputs + 3) * 2.0**-24 * terms).all()
     apart = torch.randn(inputs, 3).T
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_round_what_they_multiply_within_a_block_alone(dtype: torch.dtype) -> None:
+    """On a CPU with instructions for it; on others nothing changes, nor for weights in another dtype."""
+    torch.manual_seed(0)
+    weight, added = torch.randn(70, 90).to(dtype), torch.randn(70)
+    product: Any = pack(weight, added)
+    rounds = dtype == torch.bfloat16 and "avx512_bf16" in packing._processor()
+    for rows in (*range(1, 20), 100):
+        x = torch.randn(rows, 90)
+        exact = product(x)
+        with pytest.raises(KeyError), packing.rounded_products():
+            found = product(x)
+            raise KeyError
+        wanted = nn.functional.linear(x.bfloat16().float() if rounds else x, weight.float(), added)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        assert torch.equal(product(x), exact) and torch.equal(found, exact) != rounds
+
+
+@needs_kernels
+def test_a_weight_of_odd_inputs_has_no_copy_in_pairs() -> None:
+    weight = torch.tensor([[1.0, 2.0**-7, 3.0]])
+    product: Any = pack(weight, None)
+    assert product.weight.dtype == torch.float16 and pack(2.0**60 * weight, None) is None
+    assert product(weight).item() == 10 + 2.0**-14
 
 
 @needs_kernels
@@ -362,7 +388,7 @@ def test_one_operator_drafts_a_chain(
 
 @needs_kernels
 def test_scaled_states_are_not_drafted_by_one_operator() -> None:
-    ids, round = torch.tensor([[1, 2]]), Pure({"u": torch.rand(1, 2), "temperature": torch.ones(1)}, None, False)
+    ids, round = torch.tensor([[1, 2]]), ChainDraws(torch.rand(1, 2), torch.ones(1), torch.empty(0))
     for scaled in (True, False):
         lm = LM(halved(tiny(hidden=32)), 1, scaled=scaled)
         drafts = lm.chain(ids, torch.tensor([0]), torch.tensor([1]), round, 2, 4)
