@@ -99,8 +99,8 @@ def run(cfg: ExportConfig) -> None:
     else:
         path = _features(cfg, served, metadata) if own else _plain(cfg, served)
     if layout or cfg.engine == "llamacpp":
-        serving = (path / "README.md").read_text(encoding="utf-8").split("\n## ")[1]
-        print(f"wrote {path}, with a card, README.md, which says:\n{serving}")
+        parts = (path / "README.md").read_text(encoding="utf-8").split("\n## ")
+        print(f"wrote {path}, with a card, README.md, which says:\n{parts[len(parts) > 1]}")
     else:
         _print_launch(path, cfg, metadata)
         if not own:

@@ -122,7 +122,7 @@ def test_a_folder_is_measured(kind: str, place: Path, settings: dict[str, Any]) 
 def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
     path = foreign(tmp_path / "draft", tmp_path / "target", "quantised")
     made = Metadata({"name": "x", "config": None, "tokenizer": None}, 2, tree=PlannedTree((-1, -1, 0), "tree"))
-    found = Quantised.load(path, LoadArguments(network(), {}, made, None))
+    found = Quantised.load(path, LoadArguments(network(), {}, made))
     assert isinstance(found.branching, StaticTrees) and found.branching.parents == (-1, -1, 0)
 
 

@@ -16,7 +16,6 @@ from inference.measure.costs import (
     RealRound,
     calibrated,
     interleaved,
-    joined_costs,
     measure_costs,
     measure_rounds,
     never_falling,
@@ -48,15 +47,6 @@ def test_seconds_of_a_round_are_all_of_its_parts() -> None:
     assert astuple(drafted) == pytest.approx((seconds[0], seconds[1], seconds[2] + seconds[3]))
     assert astuple(plain) == pytest.approx((0.0, seconds[1], seconds[0] + seconds[2] + seconds[3]))
     assert drafted.seconds == pytest.approx(sum(seconds)) == plain.seconds and isinstance(plain, RealRound)
-
-
-def test_a_table_is_joined_of_the_parts_that_run() -> None:
-    plain, target, draft = (
-        Costs((n, n + 1.0, n + 2.0), n + 3.0, (n + 4.0, n + 5.0, n + 6.0), n, 10 * n, f"t{n}", f"d{n}", n + 7.0)
-        for n in (100, 200, 300)
-    )
-    wanted = Costs((100, 201.0, 202.0), 303.0, (204.0, 205.0, 206.0), 200, 2000, "t200", "d300", 307.0)
-    assert joined_costs(plain, target, draft) == wanted
 
 
 def test_rounds_are_timed_on_other_prompts_and_noise_each_time() -> None:
