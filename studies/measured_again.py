@@ -4,7 +4,7 @@
     python -m studies.measured_again data/drafts/smollm2 outputs/again/report.json
 
 The folder's report is then that of `cotrain bench`, with the older report's figures of the training; draft length and
-tree are those that it planned. Weights, tokenizer and prompts stay as they are.
+tree are those that it planned. Weights, tokenizer, prompts, and where and when it was trained stay as they are.
 """
 
 import json
@@ -21,10 +21,11 @@ def main(folder: Path, later: Path) -> None:
     metadata, own = read(folder).metadata, folder / REPORT
     assert metadata is not None, f"{folder} was not written by cotrain"
     old, report = (json.loads(file.read_text(encoding="utf-8")) for file in (own, later))
+    assert report["extra"]["kind"] == metadata.kind, "the later report is of another draft"
     report["extra"] |= {key: old["extra"][key] for key in TRAINING}
     own.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     planned = {"k": report["extra"]["planned_k"], "tree": served_tree(report["extra"])}
-    origin = {**metadata.origin, "environment": report["environment"], "advice": report["extra"]["advice"]}
+    origin = {**metadata.origin, "advice": report["extra"]["advice"]}
     describe(folder, changed(metadata, report=digest(own), origin=origin, **planned))
 
 

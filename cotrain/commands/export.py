@@ -99,8 +99,7 @@ def run(cfg: ExportConfig) -> None:
     else:
         path = _features(cfg, served, metadata) if own else _plain(cfg, served)
     if layout or cfg.engine == "llamacpp":
-        parts = (path / "README.md").read_text(encoding="utf-8").split("\n## ")
-        print(f"wrote {path}, with a card, README.md, which says:\n{parts[len(parts) > 1]}")
+        print(f"wrote {path}, with a card, README.md:\n{_serving((path / 'README.md').read_text(encoding='utf-8'))}")
     else:
         _print_launch(path, cfg, metadata)
         if not own:
@@ -109,6 +108,11 @@ def run(cfg: ExportConfig) -> None:
         print(apart, file=sys.stderr)
     if cfg.push_to_hub:
         _push(path, cfg.push_to_hub, served)
+
+
+def _serving(card_text: str) -> str:
+    """Return the beginning of a card: what the draft is of, and how it is served."""
+    return "\n## ".join((card_text.partition("\n# ")[2] or card_text).split("\n## ")[:2])
 
 
 def _served(cfg: ExportConfig, metadata: Metadata | None) -> str:

@@ -26,7 +26,7 @@ from inference.sampling import Sampling, one_hot
 from inference.scheduler import Call
 from inference.verify.predict_tree import reach_of_round
 from inference.verify.rules import Rule
-from inference.verify.tree import depths_of, ranks_of
+from inference.verify.tree import depths_of, ranks_of, usable_lengths
 
 
 @torch.inference_mode()
@@ -136,8 +136,11 @@ class ForcedRound(DecodingRound):
         self.follows, self.gap = torch.tensor(padded, device=self.device), gap
         self.drawn, self.scored, self.close, self.offered = {}, {}, {}, {}
 
-    def pure(self, *_: Any, **__: Any) -> None:
-        """Return None, so that every draw goes through `draw`: a recording would not record the distributions."""
+    def chain_draws(self, *_: Any) -> None:
+        """Return None, so that every draw goes through `draw`: an operator would draw other tokens than the text's."""
+
+    def pure(self, *_: Any) -> None:
+        """Return None, as `chain_draws`: a recording would not record the distributions."""
 
     def scores(self, logits: Tensor, drafted: list[Tensor]) -> Tensor:
         scores = super().scores(logits, drafted)
@@ -207,7 +210,8 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
     x, K = proposal.x, proposal.x.shape[1]
     follows, first = round.follows[:, :K], round.follows[:, 0]
     q = _distributions(round, p, proposal)
-    drafted = torch.arange(K, device=x.device) < round.length(proposal.k).unsqueeze(1)
+    k = usable_lengths(p[:, : K + 1], q, round.length(proposal.k))  # a draft without a distribution ends the round
+    drafted = torch.arange(K, device=x.device) < k.unsqueeze(1)
     along = pad((x == follows)[:, :-1].to(torch.int64).cumprod(1), (1, 0), value=1) if K else drafted
     met = drafted & (along > 0)
     qx = q.gather(-1, follows.unsqueeze(-1)).squeeze(-1).double()
@@ -221,7 +225,7 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
         rows=one.rows,
         logp=px.clamp(min=torch.finfo(torch.float32).tiny).log().cpu(),
         near_p=near_p.cpu(),
-        k=torch.tensor(proposal.k),
+        k=k.cpu(),
         logq=torch.where(met, qx, 0).log().cpu(),
         alpha=torch.where(met, overlap, 0).cpu(),
         near_q=(near_q & met).cpu(),

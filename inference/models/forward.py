@@ -175,7 +175,8 @@ class Lean:
             stores, where = self.cache.stores[:last], (window.slots, self.mask(window), window.limit, window.low)
             held = [store.keys for store in stores], [store.values for store in stores]
             return llama.in_kernel(x, flat, self.shape, (cos, sin), held, *where, layers)
-        attend, weights = attention(self.mask(window), self.shape), self.prompts if stored else self.weights
+        attend = attention(self.mask(window), self.shape)
+        weights = self.prompts if stored and ids.shape[1] > most_ids(window) else self.weights
         return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers, stored)
 
     @property

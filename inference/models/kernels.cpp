@@ -248,6 +248,7 @@ const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;
+  TORCH_CHECK(!brain || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
   auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options());
   const auto* from = static_cast<const char*>(weight.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());

@@ -576,7 +576,11 @@ def packed(weights: Weights) -> Weights:
 
 def _packed(linear: Linear, int8: bool = False) -> Linear:
     if not int8 or not packing.has_kernels():
-        return linear._replace(packed=packing.pack(linear.weight, linear.bias))
+        product = packing.pack(linear.weight, linear.bias)
+        if product is None and linear.weight.dtype in packing.NARROW:  # of odd inputs: it multiplies states in float32
+            bias = None if linear.bias is None else linear.bias.float()
+            return linear._replace(weight=linear.weight.float(), bias=bias)
+        return linear._replace(packed=product)
     numbers, scale = int8_rows(linear.weight)
     return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
 

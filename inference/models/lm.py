@@ -88,7 +88,7 @@ class LM:
             )
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
-        self.wants_graphs = graphs and Recorded.possible(model.device)  # so do drafts for it
+        self.wants_graphs = graphs  # so do drafts for it
         self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
         self.encoded: Encoded | None = None  # by the latest `encode`
         with ALONE, unchanged(model):
@@ -128,8 +128,9 @@ class LM:
                 f"{type(self.model).__name__}: int8 weights need a bfloat16 model of the Llama, Mistral, Qwen2 or "
                 "Qwen3 family on a CPU, with widths that are multiples of 16; set int8=False"
             )
+        graphs = self.wants_graphs and Recorded.possible(self.model.device)
         if not stock and applies(self.model) and lean_agrees(self.model, self.context):
-            if self.wants_graphs:
+            if graphs:
                 return Replayed(self.model, self.cache, int8, self.rows)
             return Lean(self.model, self.cache, int8)
         if int8:
@@ -137,7 +138,7 @@ class LM:
                 f"{type(self.model).__name__}: int8 weights need the forward of inference.models.llama, which cannot "
                 "run this model; set int8=False"
             )
-        if self.wants_graphs and not stock:
+        if graphs and not stock:
             warnings.warn(
                 f"{type(self.model).__name__}: its passes cannot be recorded as CUDA graphs, so they run through "
                 "transformers' own forward, which takes longer; to have no warning, set graphs=False",

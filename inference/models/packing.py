@@ -27,11 +27,12 @@ from torch import Tensor
 from torch.utils import cpp_extension
 from transformers import PreTrainedModel
 
+from inference.models.passes import ALONE
 from inference.models.pretrained import cast, weights_quantisation, widened
 
-# bytes of copies: larger models are not stored twice. A model in half precision, these copies and the copy in float32
-# that checks make then take half of the memory at most
-LARGEST = 2**30 if sys.platform == "win32" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+# a model is stored twice if its copies take at most this share of the memory: with the model in half precision and the
+# copy in float32 that checks make, half of it
+SHARE = 1 / 8
 CHUNK = 4096  # rows of a weight that are compared at once
 ALIGNED = 64  # bytes that a kernel reads at once
 NARROW = (torch.bfloat16, torch.float16)  # in which weights are stored
@@ -121,17 +122,30 @@ def _compile(command: Sequence[str], library: Path) -> None:
 
 
 @contextmanager
-def rounded_products() -> Iterator[None]:
-    """Within the block, products over copies in bfloat16 first round what they multiply to bfloat16, if this CPU has
-    instructions for such products: many rows then take half of the time. The setting is for the whole process. It is
-    not for passes of different lengths that are compared, since these round differently."""
+def rounded_products(on: bool = True) -> Iterator[None]:
+    """If `on`, products over copies in bfloat16 first round what they multiply to bfloat16 until the block ends, if the
+    CPU has instructions for such products: many rows then take half of the time. States that are kept of such passes
+    are rounded so too. It is not for passes that are compared, since passes of different lengths round differently. The
+    setting is for the whole process, whose other calls wait for the block's end."""
     loaded = hasattr(torch.ops.inference, "rounding")  # by `has_kernels`
-    before = loaded and torch.ops.inference.rounding(True)
+    with ALONE:
+        before = loaded and torch.ops.inference.rounding(on)
+        try:
+            yield
+        finally:
+            if loaded:
+                torch.ops.inference.rounding(before)
+
+
+def _memory() -> int:
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its container."""
+    if sys.platform == "win32":
+        return 2**33
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        yield
-    finally:
-        if loaded:
-            torch.ops.inference.rounding(before)
+        return min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return memory
 
 
 def _processor() -> str:
@@ -161,7 +175,7 @@ def widens(model: PreTrainedModel) -> bool:
 
 def is_small(model: PreTrainedModel) -> bool:
     """Return whether a model may be stored twice."""
-    return 2 * sum(p.numel() for p in model.parameters()) <= LARGEST
+    return 2 * sum(p.numel() for p in model.parameters()) <= SHARE * _memory()
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:

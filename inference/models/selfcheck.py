@@ -211,7 +211,8 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
         if key not in results:
             for old in [other for other in results if other[0] == name]:
                 del results[old]  # results for weights that the model no longer has
-            results[key] = check()
+            with packing.rounded_products(False):
+                results[key] = check()
         return results[key]
 
 

@@ -94,8 +94,7 @@ def spread_probs(probs: Tensor, known: Tensor, size: int) -> Tensor:
     """Return distributions (..., size) in which all ids outside `known` have 0, or NaN if the distribution is NaN.
     probs (..., Vd): entry i is for the id known[i]. known (Vd,)."""
     none = probs[..., :1] - probs[..., :1]
-    # the compiler of torch 2.13 copies an expanded tensor without room for its entries
-    return (probs.new_zeros(*probs.shape[:-1], size) + none).index_copy_(-1, known, probs)
+    return none.repeat(*[1] * (probs.dim() - 1), size).index_copy_(-1, known, probs)
 
 
 class SmallHead(nn.Module):

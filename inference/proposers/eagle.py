@@ -680,7 +680,7 @@ class Eagle(Proposer):
         read, the angles of all positions, and keys and values."""
         self.cache.aim(Window(0, 0, torch.empty(0, 1), None, limit))
         if not self.slots or len(self.slots["cos"]) < self.cache.slots:  # new slots; a copy is not told
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.no_grad():
                 numbers = torch.arange(self.cache.slots, device=self.features_device)
                 cos, sin = self.network.angles(numbers)
             like, stores = torch.empty(0, dtype=self.shape.held, device=self.features_device), self.cache.stores

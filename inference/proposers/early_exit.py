@@ -293,14 +293,13 @@ class EarlyExit(Independent):
             raise ValueError(
                 "EarlyExit: its target is not the engine's model: give the same model to EarlyExit and to Engine"
             )
-        shape, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
+        sizes, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
+        shape = *sizes, host.target.wants_graphs
         model, self.model = self.model, serving(self.network, self.target)
         if shape != self.opened or self.cache is not shared or self.model is not model:
             stock = not isinstance(host.target.run, Lean)  # both lay out keys and values alike
             self.opened, self.cache = shape, shared
-            self.lm = LM(
-                self.model, *shape[:3], stock=stock, graphs=host.target.wants_graphs, spare=host.spare, cache=shared
-            )
+            self.lm = LM(self.model, *shape[:3], stock=stock, graphs=shape[-1], spare=host.spare, cache=shared)
         self.stored, self.longest = [], 0
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:

@@ -64,7 +64,7 @@ class Independent(Proposer):
         self.shared: list[tuple[Any, Stamp]] = []  # both encoders, if the target's is used, as they were when compared
         # of a round that drafts trees: the anchors' slots, on the host and on the device, and the number of levels
         self.anchors: tuple[list[int], Tensor, int]
-        self.opened: tuple[int, int, int, int] | None = None
+        self.opened: tuple[int, int, int, int, bool] | None = None
         self.lm: LM
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
@@ -106,13 +106,13 @@ class Independent(Proposer):
         if self.branching:
             self.branching.require(host.vocabulary, self.depths)
         refuse_other_sources(self.model, host.target.model, type(self).__name__)
-        wanted = host.rows, host.vocabulary, host.context, host.spare
+        wanted = host.rows, host.vocabulary, host.context, host.spare, host.target.wants_graphs
         if wanted != self.opened or self.lm.stale:  # slots last from call to call
             self.opened = wanted
             self.lm = LM(
                 self.model,
                 *wanted[:3],
-                graphs=host.target.wants_graphs,
+                graphs=wanted[-1],
                 int8=self.int8,
                 spare=host.spare,
                 scaled=self.scaled,

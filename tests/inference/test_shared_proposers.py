@@ -9,7 +9,7 @@ from inference import Engine, Sampling
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.kinds import KINDS
-from tests.tiny import near, tiny
+from tests.tiny import near, record_on_cpu, tiny
 
 PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6], [7, 8], [9, 9, 9]]
 
@@ -33,12 +33,17 @@ SIZES: list[dict[str, Any]] = [
     {"rows": 2, "context": 40},
     {"rows": 3, "context": 40},
     {"rows": 3, "context": 40, "tokenizer": Short()},
+    {"rows": 3, "context": 40, "tokenizer": Short(), "graphs": False},
 ]
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("kind", [name for name in KINDS if not name.endswith("greedy") and name != "quantised"])
-def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
+def test_a_proposer_is_as_new_for_each_engine(kind: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if recorded:
+        record_on_cpu(monkeypatch)
+        monkeypatch.setattr("inference.models.replay.WARMUP", 1)
     target = tiny(positions=64)
     shared, regime = KINDS[kind].proposer(target), Sampling(0.7)
     for n, sizes in enumerate(SIZES):
@@ -49,6 +54,8 @@ def test_a_proposer_is_as_new_for_each_engine(kind: str) -> None:
             )
             results.append((out.tokens, out.finish, out.stats.drafted, out.stats.accepted, out.errors))
         assert results[0] == results[1], sizes
+        if isinstance(shared, Independent):
+            assert shared.lm.graphs == (recorded and sizes.get("graphs", True))
 
 
 @pytest.mark.thorough

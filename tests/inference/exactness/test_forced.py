@@ -1,5 +1,7 @@
 """Forced rounds: what they say of a text is what teacher-forced passes say, and what measured rounds do."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,11 +10,16 @@ from inference.exactness.forced import close_ranks, forced
 from inference.exactness.side_by_side import pair_figures
 from inference.exactness.verdict import check
 from inference.models.lm import LM
+from inference.models.step import by_round, one_by_one
 from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
-from inference.proposers.base import Proposal
+from inference.proposers.base import Proposal, Proposer
+from inference.proposers.hybrid import Hybrid
+from inference.proposers.retrieval import Retrieval
 from inference.sampling.noise import row_ids
+from tests.inference.models.test_packing import halved, needs_kernels
+from tests.inference.proposers.test_hybrid import gate
 from tests.kinds import KINDS
 from tests.often import often
 from tests.tiny import near, tiny
@@ -62,6 +69,47 @@ def test_forced_rounds_give_the_distributions_of_teacher_forced_passes(sampling:
         assert drafted.sum() > 10
         torch.testing.assert_close(result.logq[..., j][drafted], wanted.logq[drafted], rtol=0, atol=1e-9)
         torch.testing.assert_close(result.alpha[..., j][drafted], wanted.alpha[drafted], rtol=0, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["early_exit", "hybrid"])
+def test_no_operator_draws_in_the_place_of_the_text(kind: str) -> None:
+    """Models with copies, whose drafts come from one operator when they are served."""
+    target = halved(tiny(hidden=32, layers=4))
+    proposer: Any = KINDS[kind].proposer(target)
+    if kind == "hybrid":
+        proposer = Hybrid(
+            Independent(halved(near(tiny(hidden=32, layers=4), 0.1))), Retrieval(shortest=2), gate({2, 3})
+        )
+    engine = Engine(target, proposer, policy=Fixed(K), rows=16)
+    keys, prompts = row_ids(PROMPTS), PROMPTS
+    with torch.profiler.profile() as profile:
+        out = engine.generate(prompts, max_new_tokens=NEW, seed=5, ids=keys, ignore_eos=True)
+    assert ("inference::chain" in {event.key for event in profile.key_averages()}) == (kind == "hybrid")
+    result = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), NEW)
+    assert result.passed and result.calls is not None, result.lines()
+    assert abs(result.calls.tau / out.stats.tau - 1) < 0.1
+
+
+class Table(Proposer):
+    """Drafts from logits (V, V) by the token before; tokens without a row have none."""
+
+    def __init__(self) -> None:
+        self.logits = torch.randn(V, V, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.logits[::3] = -torch.inf
+
+    def propose(self, round: Any) -> Proposal:
+        last = torch.tensor([text[-1] for text in round.texts])
+        choose = by_round(round, greedy=False)
+        x, q = one_by_one(max(round.k), self.logits[last], lambda ids, _: self.logits[ids], choose)
+        return Proposal(x, q, round.k)
+
+
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_drafts_without_a_distribution_end_their_round(rule: str) -> None:
+    engine, texts = run(lambda _: Table(), rule=rule)
+    result = check(engine, texts, Sampling(), NEW)
+    assert result.passed and result.calls is not None and result.calls.tau > 1.1, result.lines()
 
 
 def test_texts_have_tokens_that_a_pruned_draft_lacks() -> None:

@@ -117,6 +117,19 @@ def test_a_weight_of_odd_inputs_has_no_copy_in_pairs() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_model_with_odd_widths_has_copies_of_the_others(dtype: torch.dtype) -> None:
+    model = halved(build("Llama", BIASED | {"intermediate_size": 33}))
+    for layer in model.model.layers:
+        layer.mlp.up_proj.weight.data *= 2.0**30
+        layer.mlp.up_proj.bias.data *= 2.0**30
+        layer.mlp.down_proj.weight.data *= 2.0**-30  # which float16 lacks
+    lm, own = LM(pretrained.cast(copy.deepcopy(model), dtype), 3), LM(model, 3, stock=True)
+    assert lm.run.packs and lm.run.flat is None  # type: ignore[attr-defined]
+    torch.testing.assert_close(passes(lm), passes(own), rtol=1e-3, atol=1e-3)
+
+
+@needs_kernels
 def test_which_weights_16_bits_represent() -> None:
     rows = torch.ones(5000, 4)
     for last, dtype in (
@@ -139,10 +152,17 @@ def test_which_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     count = sum(p.numel() for p in model.parameters())
     assert can_pack(model) and not can_pack(copy.deepcopy(model).double())
     assert can_pack(copy.deepcopy(model).bfloat16()) and not can_pack(copy.deepcopy(model).to("meta"))
-    for largest, fits in ((2 * count, True), (2 * count - 1, False)):  # bytes of copies, not of the model
+    for memory, fits in ((16 * count, True), (16 * count - 1, False)):  # eight times the copies, not the model
         with monkeypatch.context() as patch:
-            patch.setattr(packing, "LARGEST", largest)
+            patch.setattr(packing, "_memory", lambda memory=memory: memory)
             assert can_pack(model) is fits
+
+
+def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = packing._memory()
+    for text, wanted in (("4096\n", 4096), ("max\n", None), (f"{2**60}", None)):
+        monkeypatch.setattr(packing.Path, "read_text", lambda *_, text=text, **__: text)
+        assert packing._memory() == (wanted or whole)
 
 
 @needs_kernels
