@@ -67,7 +67,7 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     """
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
     size.depths = size.depths or DEPTHS
-    if metadata is None or not chosen or not (metadata.report or "export" in metadata.origin):  # measured never
+    if metadata is None or not chosen or metadata.origin.get("planned") is False:
         return None
     if typed not in (None, metadata.rule):
         return None

@@ -154,7 +154,7 @@ def unmeasured(job: Job, draft: PreTrainedModel, origin: dict[str, Any]) -> None
             shown.rename(earlier / replay.FILE)
         print(f"the draft that was measured before is kept in {earlier}, with its report; {place} has none")
     shown.unlink(missing_ok=True)  # it shows weights of an earlier run
-    _write_draft(job, plan, {"environment": environment(), **origin}, min(k, most or k), None)
+    _write_draft(job, plan, {"environment": environment(), "planned": False, **origin}, min(k, most or k), None)
 
 
 def _write_draft(
