@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from cotrain.planning.plan import Plan
 from inference import Sampling
-from inference.models.packing import widens
+from inference.models.pretrained import emulated
 from studies import matrix
 from studies.floor import Machine
 from studies.matrix import Matrix
@@ -51,11 +52,12 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path, monkeyp
     cells = matrix.matrix(plan, matrix.Grid([0.0, 1.0], [1, 2], 2, None, tmp_path), said.append)
     assert [(cell["temperature"], cell["rows"]) for cell in cells] == [(0, 1), (1, 1), (0, 2), (1, 2)]
     assert plan.bench.rows == 1  # the plan that was given is left alone
+    dtype = "float32" if emulated(torch.bfloat16) else "bfloat16"
     for cell in cells:
         assisted = {"transformers assisted", "transformers matched"}
         assert (assisted <= set(cell["arms"])) == (cell["rows"] == 1)
         costs = cell["costs"]
-        assert cell["prompts"] >= 3 * cell["rows"] and costs["draft_dtype"] == ("float32" if widens() else "int8")
+        assert cell["prompts"] >= 3 * cell["rows"] and costs["draft_dtype"] == dtype
         arms = cell["arms"]
         assert arms["plain"]["over_plain"]["value"] == 1 and arms["plain"]["tau"] == 1
         chosen = arms["speculative"]

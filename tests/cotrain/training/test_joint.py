@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -297,6 +298,7 @@ def emulates() -> Iterator[None]:
     """As a CPU without instructions for bfloat16: texts and divergences do not depend on the rows of a batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrained, "emulated", lambda dtype: dtype == torch.bfloat16)
+        patch.setattr("inference.models.packing.rounded_products", nullcontext)
         yield
 
 
@@ -449,11 +451,7 @@ def test_texts_to_learn_from_at_last_are_the_originals(pair: Path, place: Path) 
     assert job(place, "pretrained", *settings, target="half") == 0
     found = list((place / "pretrained").rglob("train_T1.parquet"))
     assert found == [place / "pretrained" / "warm" / "rollouts" / "train_T1.parquet"]
-    texts, first = (
-        read_rows(file.with_suffix("")) for file in (found[0], pair / "warm" / "rollouts" / "train_T1.parquet")
-    )
-    same = [one == other for one, other in zip(texts, first, strict=True)]
-    assert sum(same) > len(same) / 2, same  # the original with an adapter is sampled by products that round otherwise
+    assert found[0].read_bytes() == (pair / "warm" / "rollouts" / "train_T1.parquet").read_bytes()
 
 
 def test_missing_texts_of_the_original_are_not_sampled_from_the_moved_target(
