@@ -1,4 +1,4 @@
-"""Arms of transformers with an assistant, a number of rows, or compilation, which engines are compared with."""
+"""Arms of transformers with an assistant, or a number of rows, which engines are compared with."""
 
 import copy
 from collections.abc import Sequence

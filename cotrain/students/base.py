@@ -54,9 +54,8 @@ class Trials:
     """The engines and prompts for `Student.calibrate`, before the draft is measured.
 
     drafting: proposer -> an engine that drafts with it, at the longest draft length. plain: returns an engine without a
-    proposer.
-    prompts: token ids of prompts that no measurement uses. new_tokens: how many tokens are generated after each prompt.
-    """
+    proposer. prompts: token ids of prompts that no measurement uses. new_tokens: how many tokens are generated after
+    each prompt."""
 
     drafting: Callable[[Proposer], Engine]
     plain: Callable[[], Engine]

@@ -244,7 +244,8 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
-// A weight (out, in) as panels; `in` is even for bfloat16. scale (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
+// A weight (out, in) as panels; `in` is even for bfloat16. scale (out,): of a weight in int8, whose row o means
+// scale[o] * weight[o]; else empty.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;

@@ -46,13 +46,13 @@ class LM:
     may fall, but the text stays exact.
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
-    stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to
-    record short passes as CUDA graphs on a GPU (`replay`). int8: whether to
-    round weights to 8 bits; this is for a draft, since a rounded target has another distribution. A model that
-    `llama.in_int8_rows` has rounded runs with int8 weights if it can. spare: number of further rows of the cache, for
-    waiting prompts. cache: the cache of a larger LM, whose first layers are this model; both then use the same keys and
-    values. None for a new cache. scaled: whether to multiply the states that the head reads by each row's `scale` (rows
-    + spare, D), which starts at ones and is written by the caller.
+    stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to record short
+    passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights to 8 bits; this is for a draft, since a
+    rounded target has another distribution. A model that `llama.in_int8_rows` has rounded runs with int8 weights if it
+    can. spare: number of further rows of the cache, for waiting prompts. cache: the cache of a larger LM, whose first
+    layers are this model; both then use the same keys and values. None for a new cache. scaled: whether to multiply the
+    states that the head reads by each row's `scale` (rows + spare, D), which starts at ones and is written by the
+    caller.
 
     Raises ValueError if rows of different lengths cannot use the model's attention implementation or its state, and for
     int8 weights or a context that the model cannot have.

@@ -5,8 +5,8 @@ already rearranged, if bfloat16 or float16 represents them, as one does for near
 rounded to 8 bits. They widen each weight and compute in float32, so a pass differs from the float32 model only in the
 order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
 (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, too, they need less than half of the time
-that oneDNN's products in bfloat16 take for one id. The kernels are compiled once per machine, by
-the C++ compiler that the machine has.
+that oneDNN's products in bfloat16 take for one id. The kernels are compiled once per machine, by the machine's
+C++ compiler.
 """
 
 import copy

@@ -27,7 +27,7 @@ from inference.models.forward import (
 from inference.models.llama import SHORT
 from inference.models.markov import Term
 from inference.models.passes import LAST, Branches, Layers, Pass
-from inference.models.replay import Inputs, Replay, replay_of
+from inference.models.replay import Inputs, Recorded
 from inference.sampling import certain
 from inference.verify.tree import MOST_NODES, Tree
 
@@ -226,7 +226,7 @@ class Replayed(Lean):
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
         self.stored: dict[str, Any] = {}  # what passes read where it is
-        self.replay: Replay = replay_of(model, True)
+        self.replay = Recorded(model)
         super().__init__(model, cache, int8)
         cache.before_growth(self._drop)
 

@@ -1,4 +1,4 @@
-"""Planted bugs of passes of the target, caches, compiled and recorded passes."""
+"""Planted bugs of passes of the target, caches, recorded passes."""
 
 # fmt: off
 ROWS_OF_BUGS = [
@@ -56,7 +56,7 @@ ROWS_OF_BUGS = [
     ('states_unchecked', 'inference/models/selfcheck.py', 'SelfCheck.states', 'self._check("states", Probe.states)', 'pass', ['tests/inference/models/test_states.py::test_states_that_are_not_the_models_own_are_rejected'], 39),
     ('the_check_is_kept_for_other_weights', 'inference/models/selfcheck.py', '_once', ', checksum(model)', '', ['tests/inference/models/test_selfcheck.py::test_it_is_done_once_for_weights_that_stay'], 39),
     ('windows_elsewhere_accepted', 'inference/models/selfcheck.py', '_first_form', '(result.agrees or result.late) and form == "one" and narrowed and sliding_window(config)', 'False', ['tests/inference/models/test_selfcheck.py::test_a_window_that_the_config_does_not_set_is_rejected'], 19),
-    ('compiled_nodes_at_their_positions', 'inference/models/step.py', 'Step.forward.keep', ', written)', ', positions)', ['tests/inference/models/test_trees.py::test_by_buckets[8]'], 'siblings are written at one slot'),
+    ('nodes_at_their_positions', 'inference/models/step.py', 'Step.forward.keep', ', written)', ', positions)', ['tests/inference/models/test_trees.py::test_by_buckets[8]'], 'siblings are written at one slot'),
     ('drafts_at_once_one_position_late', 'inference/proposers/independent.py', 'chain_drafter.run', 'last.shape[1]', '1', ['tests/inference/test_drafting.py::test_text_and_counts_are_those_of_single_steps[greedy-3]'], 15),
     ('likeliest_drafts_drawn_when_recorded', 'inference/models/step.py', 'by_round.choose', 'probs = certain(probs) if greedy else probs', 'pass', ['tests/inference/test_round_graphs.py::test_recorded_rounds_give_the_text_of_the_host[block]'], 1),
     ('states_one_layer_early', 'inference/models/pretrained.py', '_hooked', 'blocks[layer]', 'blocks[max(layer - 1, 0)]', ['tests/inference/models/test_states.py::test_states_are_transformers_own[Llama]'], 'a draft reads another layer than it was trained on'),
