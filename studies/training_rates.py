@@ -33,7 +33,7 @@ from cotrain.losses.spec import parse
 from cotrain.paths import folder as shipped
 from cotrain.rollout.training_texts import padded, read_rows
 from cotrain.training.assembly import new_student
-from cotrain.training.job import models
+from cotrain.training.job import models, settle
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.optim import adamw, precision
 from inference import Engine, Sampling
@@ -145,6 +145,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--repeats", type=int, default=12)
     asked = parser.parse_args(arguments)
     register()
+    settle(0, 0)  # as a run does
     settings = {draft: config([f"target.path={asked.target}", *shlex.split(draft)]) for draft in asked.draft}
     target, tokenizer = models(next(iter(settings.values())))
     texts, about = padded(read_rows(asked.texts.with_suffix(""))), environment()

@@ -24,6 +24,7 @@
 #include <limits>
 #include <numeric>
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #ifdef __AVX__
@@ -53,12 +54,15 @@ inline Floats load(const float* from) {
   return to;
 }
 
-enum Kind { BRAIN, HALF, BYTE };  // bfloat16, float16, int8
+enum Kind { BRAIN, HALF, BYTE, ROUNDED };  // bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16
+
+template <Kind kind>
+using Input = std::conditional_t<kind == ROUNDED, uint32_t, float>;  // a number of x, or two in bfloat16
 
 template <Kind kind>
 constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
 template <Kind kind>
-constexpr int PAIR = kind == BRAIN ? 2 : 1;  // inputs whose weights stand together
+constexpr int PAIR = kind == BRAIN || kind == ROUNDED ? 2 : 1;  // inputs whose weights stand together
 
 // The weights of P outputs for one input of the PAIR at `from`: of outputs 0 to W - 1 and of the others.
 template <Kind kind, int which>
@@ -102,23 +106,36 @@ inline void widen(const char* from, Floats& first, Floats& second) {
 
 // y (M, up to P) = x (M, in) times one panel. U sums run side by side where M is small, since each waits for its last.
 template <Kind kind, int M, int U>
-void tile(const float* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
+void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   Floats sums[U][M][2] = {};
   constexpr int N = PAIR<kind>;
   auto step = [&](int64_t i, int u) {
     const char* from = panel + i * N * P * WIDTH<kind>;
-    auto one_input = [&]<int which>() {
-      Floats first, second;
-      widen<kind, which>(from, first, second);
-      __builtin_prefetch(from + AHEAD + which * P * WIDTH<kind>);
+    if constexpr (kind == ROUNDED) {
+#ifdef __AVX512BF16__
+      const auto first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 4 * W);
+      __builtin_prefetch(from + AHEAD);
+      __builtin_prefetch(from + AHEAD + 4 * W);
       for (int m = 0; m < M; m++) {
-        Floats one = x[m * in + i * N + which] - Floats{};  // in each place; adding zeros would be an operation
-        sums[u][m][0] += one * first;
-        sums[u][m][1] += one * second;
+        const auto one = (__m512bh)_mm512_set1_epi32(x[m * (in / N) + i]);
+        sums[u][m][0] = (Floats)_mm512_dpbf16_ps((__m512)sums[u][m][0], one, first);
+        sums[u][m][1] = (Floats)_mm512_dpbf16_ps((__m512)sums[u][m][1], one, second);
       }
-    };
-    one_input.template operator()<0>();
-    if constexpr (N > 1) one_input.template operator()<1>();
+#endif
+    } else {
+      auto one_input = [&]<int which>() {
+        Floats first, second;
+        widen<kind, which>(from, first, second);
+        __builtin_prefetch(from + AHEAD + which * P * WIDTH<kind>);
+        for (int m = 0; m < M; m++) {
+          Floats one = x[m * in + i * N + which] - Floats{};  // in each place; adding zeros would be an operation
+          sums[u][m][0] += one * first;
+          sums[u][m][1] += one * second;
+        }
+      };
+      one_input.template operator()<0>();
+      if constexpr (N > 1) one_input.template operator()<1>();
+    }
   };
   int64_t i = 0;
   for (; (i + U) * N <= in; i += U)
@@ -138,35 +155,6 @@ void tile(const float* x, const char* panel, float* y, int64_t in, int64_t outpu
 
 #ifdef __AVX512BF16__
 bool rounds = false;  // whether products over weights in bfloat16 round what they multiply to bfloat16
-
-// `tile` of x in bfloat16, as pairs: (M, in / 2) words
-template <int M>
-void rounded_tile(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
-  __m512 sums[M][2];
-  for (auto& of_row : sums) of_row[0] = of_row[1] = _mm512_setzero_ps();
-  for (int64_t i = 0; i < in / 2; i++) {
-    const char* from = panel + i * 4 * P;
-    const auto first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 4 * W);
-    __builtin_prefetch(from + AHEAD);
-    __builtin_prefetch(from + AHEAD + 4 * W);
-    for (int m = 0; m < M; m++) {
-      const auto one = (__m512bh)_mm512_set1_epi32(x[m * (in / 2) + i]);
-      sums[m][0] = _mm512_dpbf16_ps(sums[m][0], one, first);
-      sums[m][1] = _mm512_dpbf16_ps(sums[m][1], one, second);
-    }
-  }
-  for (int m = 0; m < M; m++) std::memcpy(y + m * stride, sums[m], outputs * sizeof(float));
-}
-
-template <int M>
-void rounded_rest(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
-  if constexpr (M > 0) {
-    if (rows == M)
-      rounded_tile<M>(x, panel, y, in, outputs, stride);
-    else
-      rounded_rest<M - 1>(x, panel, y, in, outputs, stride, rows);
-  }
-}
 
 // n numbers, of an even count, as words of two numbers in bfloat16
 std::vector<uint32_t> rounded(const float* x, int64_t n) {
@@ -191,7 +179,7 @@ bool rounding(bool on) {
 
 // `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
 template <Kind kind, int M>
-void rest(const float* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
+void rest(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
     if (rows == M)
       tile<kind, M, M < 4 ? 5 - M : 1>(x, panel, y, in, outputs, stride);
@@ -204,31 +192,18 @@ int64_t inputs(const at::Tensor& weight) { return weight.size(1) - (weight.scala
 
 // y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
 template <Kind kind>
-void times(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
+void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto* panels = static_cast<const char*>(weight.const_data_ptr());
-  const int64_t in = inputs(weight);
+  const int64_t in = inputs(weight), width = kind == ROUNDED ? in / 2 : in;  // numbers of a row of x
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
-#ifdef __AVX512BF16__
-  std::vector<uint32_t> words;
-  if (kind == BRAIN && rounds) words = rounded(x, rows * in);
-#endif
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
       const char* panel = panels + p * weight.size(1) * P * WIDTH<kind>;
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-#ifdef __AVX512BF16__
-      const uint32_t* pairs = words.data();
-      for (; words.size() && a + BLOCK <= rows; a += BLOCK)
-        rounded_tile<BLOCK>(pairs + a * in / 2, panel, out + a * outputs, in, kept, outputs);
-      if (words.size()) {
-        rounded_rest<BLOCK - 1>(pairs + a * in / 2, panel, out + a * outputs, in, kept, outputs, rows - a);
-        a = rows;
-      }
-#endif
-      for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * in, panel, out + a * outputs, in, kept, outputs);
-      rest<kind, BLOCK - 1>(x + a * in, panel, out + a * outputs, in, kept, outputs, rows - a);
+      for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * width, panel, out + a * outputs, in, kept, outputs);
+      rest<kind, BLOCK - 1>(x + a * width, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
@@ -238,6 +213,10 @@ void times(const float* x, const at::Tensor& weight, const float* bias, float* y
 
 void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto dtype = weight.scalar_type();
+#ifdef __AVX512BF16__
+  if (dtype == at::kBFloat16 && rounds)
+    return times<ROUNDED>(rounded(x, rows * inputs(weight)).data(), weight, bias, y, rows, outputs);
+#endif
   const auto of_kind = dtype == at::kChar ? times<BYTE> : dtype == at::kHalf ? times<HALF> : times<BRAIN>;
   of_kind(x, weight, bias, y, rows, outputs);
 }
