@@ -17,8 +17,6 @@ from inference.verify.predict_chain import (
 
 __all__ = [
     "call_weights",
-    "calls",
-    "calls_block",
     "expected_calls",
     "expected_calls_block",
     "iid_tau",
@@ -38,34 +36,6 @@ def iid_tau(alpha: float, K: int) -> float:
     return float(sum(alpha**i for i in range(K + 1)))
 
 
-def calls(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls (B,) of each text under the token rule. It is a loss, differentiable
-    in r.
-
-    r: the acceptance min(1, q(x) / p(x)) of the text's token x (q of the draft, p of the target). Shape (B, T), or (B,
-    T, K) if it depends on the depth: entry (t, j) is token t as draft j (0-based) of the round that starts at t - j.
-    k: draft length, at most K: an int, (B,), or (B, T) for the round that starts at t.
-    lengths (B,): tokens in each text; None: T.
-
-    Raises ValueError if r has fewer depths than k, or if lengths exceed T.
-    """
-    return expected_calls(r, k, lengths)
-
-
-def calls_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Return the expected number of target calls (B,) of each text under block verification. It is a loss,
-    differentiable in l.
-
-    l: log q(x) - log p(x) of the text's token x (q of the draft, p of the target). Shape (B, T), or (B, T, K) if it
-    depends on the depth: entry (t, j) is token t as draft j (0-based) of the round that starts at t - j.
-    k: draft length, at most K: an int, (B,), or (B, T) for the round that starts at t.
-    lengths (B,): tokens in each text; None: T.
-
-    Raises ValueError if l has fewer depths than k, or if lengths exceed T.
-    """
-    return expected_calls_block(l, k, lengths)
-
-
 def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return how many target calls one more unit of acceptance saves at each token: -d calls / d r, detached, in the
     shape of r.
@@ -74,8 +44,9 @@ def call_weights(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> T
     draft j (0-based) of the round that starts at t - j. k: draft length, at most K: an int, (B,), or (B, T) for the
     round that starts at t. lengths (B,): tokens in each text; None: T.
 
-    With these weights at each position, the loss `tv` has the gradient of `calls` with alpha in place of the sampled
-    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative. Raises ValueError as `calls` does.
+    With these weights at each position, the loss `tv` has the gradient of the calls with alpha in place of the sampled
+    ratio r. The variance of alpha is lower. For r (B, T) no weight is negative. Raises ValueError as
+    `expected_calls` does.
     """
     with torch.enable_grad():
         r = r.detach().requires_grad_()

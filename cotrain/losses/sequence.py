@@ -33,7 +33,7 @@ def calls(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
     logp, logq (B, L) or (B, L, K): log p(x) and log q(x) of each text's tokens. k: draft length, at most K. lengths
     (B,): tokens in each text.
     """
-    return acceptance.calls(acceptance.r_from(logp, logq), k, lengths).sum()
+    return acceptance.expected_calls(acceptance.r_from(logp, logq), k, lengths).sum()
 
 
 def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def calls_block(logp: Tensor, logq: Tensor, k: int, lengths: Tensor) -> Tensor:
     logp, logq (B, L) or (B, L, K): log p(x) and log q(x) of each text's tokens. k: draft length, at most K. lengths
     (B,): tokens in each text.
     """
-    return acceptance.calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
+    return acceptance.expected_calls_block(acceptance.l_from(logp, logq), k, lengths).sum()
 
 
 def columns(sampled: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ Caches, launches and Python are ignored, so a duration is right to a factor of a
 """
 
 import math
-import os
 import re
 import shutil
 import time
@@ -30,6 +29,7 @@ from cotrain.training.deadline import SAMPLING, Deadline
 from cotrain.training.job import template_of
 from cotrain.training.preconditions import RunOutline, domains, ids_of, other_sampling, served_layers, shown, size_of
 from inference.measure.environment import device
+from inference.models import packing
 from inference.models.cache import cache_bytes
 from inference.models.pretrained import half, quantisation_of
 
@@ -234,11 +234,9 @@ def _memory(cfg: TrainConfig) -> float:
 
 
 def _main_memory() -> float:
-    if MEMINFO.exists():  # its figure counts caches that can be freed, unlike sysconf
-        line = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text())
-        if line:
-            return float(line[1]) * 1024
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    """Return the free bytes of main memory, at most the limit of a container."""
+    free = re.search(r"MemAvailable:\s+(\d+) kB", MEMINFO.read_text()) if MEMINFO.exists() else None
+    return float(min(int(free[1]) * 1024 if free else math.inf, packing.memory()))
 
 
 def _steps(cfg: TrainConfig) -> str:

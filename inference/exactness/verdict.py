@@ -30,6 +30,7 @@ from inference.exactness.ties import TextCheck, check_coupled, verifying_width
 from inference.output import Emitted
 from inference.sampling import Sampling
 
+PROPERTIES = {"calls": ("z", "z_rare", "relative", "tau"), "depth": ("measured",)}  # figures that checks compute
 COMPARED = 1024  # tokens of (a): plain decoding of all timed texts would take as long as the timing
 
 
@@ -48,35 +49,29 @@ class Verdict:
     lossy: str | None = None
 
     @property
+    def checks(self) -> dict[str, Any]:
+        """Return the result of each check by name, None if it does not apply."""
+        return {name: getattr(self, name) for name in ("text", "calls", "depth", "logits", "surprise")}
+
+    @property
     def passed(self) -> bool:
         """Return whether every check that applies has passed and the rule is exact."""
-        checks = (self.text, self.calls, self.depth, self.logits, self.surprise)
-        return not self.lossy and all(check.passed for check in checks if check)
+        return not self.lossy and all(check.passed for check in self.checks.values() if check)
 
     @property
     def figures(self) -> dict[str, Any]:
         """Return all numbers of the checks by name, for a report. A check that does not apply is None."""
-        text = {**asdict(self.text), "passed": self.text.passed}
-        calls = depth = logits = surprise = None
-        if self.calls:
-            names = ("z", "z_rare", "relative", "tau", "passed")
-            calls = {**asdict(self.calls), **{name: getattr(self.calls, name) for name in names}}
-        if self.depth:
-            depth = {**asdict(self.depth), "measured": self.depth.measured, "passed": self.depth.passed}
-        if self.logits:
-            logits = {**asdict(self.logits), "passed": self.logits.passed}
-        if self.surprise:
-            surprise = {**asdict(self.surprise), "passed": self.surprise.passed}
-        checks = {"text": text, "calls": calls, "depth": depth, "logits": logits, "surprise": surprise}
-        return {"passed": self.passed, **checks, "missing": dict(self.missing)}
+        figures = {
+            name: one and asdict(one) | {key: getattr(one, key) for key in (*PROPERTIES.get(name, ()), "passed")}
+            for name, one in self.checks.items()
+        }
+        return {"passed": self.passed, **figures, "missing": dict(self.missing)}
 
     def lines(self) -> list[str]:
         """Return the lines for the report: a summary, then one line per check that says whether it passed."""
-        checks = {"a": self.text, "b": self.calls, "c": self.depth, "d": self.logits, "e": self.surprise}
         whole = f"no, {self.lossy} changes the text's distribution" if self.lossy else _word(self.passed)
         lines = [f"exactness: {whole}"]
-        for letter, name in zip(checks, ("text", "calls", "depth", "logits", "surprise"), strict=True):
-            one = checks[letter]
+        for letter, (name, one) in zip("abcde", self.checks.items(), strict=True):
             line = f"{one.line()}: {_word(one.passed)}" if one else self.missing.get(name, f"{name}: not checked")
             lines.append(f"  ({letter}) {line}")
         return lines

@@ -1,7 +1,6 @@
 """The circumstances of a measurement: machine, versions and command. Reports store them with every result."""
 
 import datetime
-import os
 import platform
 import shlex
 import subprocess
@@ -11,6 +10,9 @@ from typing import Any
 
 import torch
 import transformers
+
+from inference.measure.contention import cores
+from inference.models.packing import memory, of_cpu
 
 CODE = Path(__file__)
 CODE_ALONE = ("--", ":(top)", ":(top,exclude)outputs")  # a long study writes its report while it runs
@@ -26,15 +28,15 @@ def environment() -> dict[str, Any]:
     torch, transformers), date (UTC), commit, dirty and command.
 
     cores: number of cores that this process may use. threads: number of threads that torch uses. memory_gib: memory in
-    GiB, None if unknown. dirty: whether tracked files outside outputs/ differ from the commit. commit and dirty
-    are None if this code is not in a checkout.
+    GiB, at most the limit of a container; None if unknown. dirty: whether tracked files outside outputs/ differ from
+    the commit. commit and dirty are None if this code is not in a checkout.
     """
     commit = _git("rev-parse", "HEAD") if _tracked() else None
     return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        "cpu": of_cpu("model name").partition(":")[2].strip() or platform.processor() or platform.machine(),
+        "cores": cores(),
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory(),
+        "memory_gib": None if sys.platform == "win32" else round(memory() / 2**30, 1),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -44,21 +46,6 @@ def environment() -> dict[str, Any]:
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", *CODE_ALONE)) if commit else None,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _memory() -> float | None:
-    if sys.platform == "win32":
-        return None
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
 
 
 def _tracked() -> bool:

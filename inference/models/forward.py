@@ -17,7 +17,7 @@ from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, checksum
 from inference.models.passes import LAST, Branches, ChainDraws, Layers, Pass, States
-from inference.models.pretrained import early_states, emulated, head_of, tapped
+from inference.models.pretrained import emulated, head_of, tapped
 from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
@@ -43,10 +43,6 @@ class Forward(Protocol):
     def store(self, ids: Tensor, window: Window, layers: Layers = ()) -> States:
         """Run the pass without the head, to store keys and values. Return the states of `layers`. ids (A, n): at the
         positions of `window`."""
-
-    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        """Return the states (A, n, D) after the first `depth` decoder layers. Later layers do not run. ids (A, n): at
-        the positions of `window`."""
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         """Move the keys and values of a tree's accepted path to the slots after its anchor. start (A,): the slots of
@@ -90,9 +86,6 @@ class Stock:
         with tapped(self.model, layers) as states:
             self._call(self.model.base_model, ids, window)
         return states
-
-    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        return early_states(self.model, depth, lambda: self._call(self.model.base_model, ids, window))
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         self.cache.keep(start, path)
@@ -156,9 +149,6 @@ class Lean:
         states = self._states(ids, window, layers, stored=True)
         return {layer: part.to(self.dtype) for layer, part in states.items()}
 
-    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        return self._states(ids, window, (depth,))[depth]
-
     def keep(self, start: Tensor, path: Tensor) -> None:
         self.cache.keep(start, path)
 
@@ -168,16 +158,14 @@ class Lean:
     def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
         if self.flat is not None and ids.shape[1] <= most_ids(window):
-            last = len(self.cache.stores) if stored or LAST in layers else max(layers, default=0)
             x = F.embedding(ids, self.weights.embedding).to(self.dtype)
-            flat = self.flat[: llama.PARTS * last] + self.flat[-1:]
             self.cache.allocate(self.shape.groups, self.shape.size, x)
-            stores, where = self.cache.stores[:last], (window.slots, self.mask(window), window.limit, window.low)
+            stores, where = self.cache.stores, (window.slots, self.mask(window), window.limit, window.low)
             held = [store.keys for store in stores], [store.values for store in stores]
-            return llama.in_kernel(x, flat, self.shape, (cos, sin), held, *where, layers)
+            return llama.in_kernel(x, self.flat, self.shape, (cos, sin), held, *where, layers)
         attend = attention(self.mask(window), self.shape)
         weights = self.prompts if stored and ids.shape[1] > most_ids(window) else self.weights
-        return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers, stored)
+        return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers)
 
     @property
     def chains(self) -> bool:

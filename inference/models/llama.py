@@ -38,7 +38,6 @@ INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
-PARTS = 12  # tensors that `of_kernel` returns for each layer
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -130,26 +129,24 @@ def states_of(
     keep: Keep,
     attend: Attend,
     layers: Collection[int] = (LAST,),
-    stored: bool = False,
 ) -> dict[int, Tensor]:
     """Return the states (A, n, W) of `layers` for ids (A, n), by layer (0: the embeddings, i: after i decoder layers,
-    `LAST`: the input of the head). Decoder layers that these states do not need do not run.
+    `LAST`: the input of the head). If they do not need the last layer's, it stops after storing keys and values.
 
     cos, sin (A or 1, n, 1, D): of the angles of the ids' positions. keep(i, k, v): stores layer i's new keys and values
     (A, G, n, D), and returns all keys and values that the layer may read (A, G, L, D). attend(q, k, v): `flash`,
-    `batched` or `folded`, from queries (A, H, n, D) to (A, n, H D). stored: whether all layers store their keys and
-    values. The last layer then stops after storing them if its states are not needed. weights, shape: of the model.
+    `batched` or `folded`, from queries (A, H, n, D) to (A, n, H D). weights, shape: of the model.
     """
     x, states = F.embedding(ids, weights.embedding).to(weights.norm.dtype), {}
     needed = len(weights.layers) if LAST in layers else max(layers, default=0)
-    for i, w in enumerate(weights.layers if stored else weights.layers[:needed]):
+    for i, w in enumerate(weights.layers):
         if i in layers:
             states[i] = x
         A, n, _ = x.shape
         turned = w.qkv(_norm(x, w.first, shape.eps)).view(A, n, -1, shape.size).to(shape.held)
         q, k, v = (part.transpose(1, 2) for part in _rotated(turned, w, shape, cos, sin))
         k, v = keep(i, k, v)
-        if stored and i + 1 == len(weights.layers) > needed:
+        if i + 1 == len(weights.layers) > needed:
             return states
         x = x + w.out(attend(q, k, v).to(x.dtype))
         gate, up = w.gate_up(_norm(x, w.second, shape.eps)).chunk(2, -1)
@@ -162,7 +159,7 @@ def states_of(
 
 
 def of_kernel(layers: Sequence[Layer], norm: Tensor) -> list[Tensor] | None:
-    """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: `PARTS` per layer, and the
+    """Return the tensors that the operator `inference::layers` of `kernels.cpp` reads: 12 per layer, and the
     final norm (W,). Return None if a projection of a layer has no copy for it."""
     none, flat = torch.empty(0), []
     for w in layers:

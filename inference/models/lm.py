@@ -246,31 +246,6 @@ class LM:
         (0-based) of its first id."""
         return self.run.store(self._known(ids), self._aimed(ids, start, low, None), self.check.states(states))
 
-    def hidden(
-        self,
-        ids: Tensor,
-        start: Sequence[int],
-        layers: int,
-        low: int = 0,
-        at: Tensor | None = None,
-        *,
-        tree: Tree | None = None,
-    ) -> Tensor:
-        """Return the states (A, n, D) after the first `layers` decoder layers. The pass ends there (early exit:
-        Elhoushi et al. 2024, 2404.16710). ids (A, n): in the rows [low, low + A), row b from position start[b] on. at
-        (A,): `start` as a tensor, if it is already on the device. tree: as in `forward`, for ids that are an anchor and
-        a tree's nodes. Raises ValueError for more layers than the model has.
-
-        The pass stores keys and values of these layers. The later layers' keys and values are out of date at these
-        positions until a whole pass writes them.
-        """
-        if not 0 < layers <= self.depth:
-            raise ValueError(
-                f"layers={layers}: set layers= from 1 to {self.depth}, the number that {type(self.model).__name__} has"
-            )
-        self.check.states((layers,))
-        return self.run.hidden(self._known(ids), self._aimed(ids, start, low, at, tree), layers)
-
     def keep(self, start: Sequence[int], path: Tensor, at: Tensor | None = None) -> None:
         """Move the keys and values of accepted nodes of a tree to the slots after their anchor, so that slots are
         positions again. Call it after a pass over the tree. start: for each row, the anchor's position (0-based). path

@@ -76,7 +76,8 @@ def has_kernels() -> bool:
     the folder in which torch has other extensions. If that fails, as without a C++ compiler, there is one warning."""
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     command = [compiler(), *FLAGS, "-DAT_PARALLEL_OPENMP=1", *include]
-    identity = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, _processor()])
+    instructions = of_cpu("flags", "Features")  # a home folder may be shared by machines
+    identity = "\0".join([SOURCE.read_text(encoding="utf-8"), torch.__version__, *command, instructions])
     name = hashlib.sha256(identity.encode()).hexdigest()[:16]
     library = Path(cpp_extension.get_default_build_root()) / "cotrain" / f"{name}.so"
     try:
@@ -137,7 +138,7 @@ def rounded_products(on: bool = True) -> Iterator[None]:
                 torch.ops.inference.rounding(before)
 
 
-def _memory() -> int:
+def memory() -> int:
     """Return the bytes of memory that this process may use: the machine's, or the limit of its container."""
     if sys.platform == "win32":
         return 2**33
@@ -148,13 +149,13 @@ def _memory() -> int:
         return memory
 
 
-def _processor() -> str:
-    """Return what instructions this CPU has: a home folder may be shared by machines."""
+def of_cpu(*names: str) -> str:
+    """Return the first line of /proc/cpuinfo that begins with one of the names, "" if there is none."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ""
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return next((line for line in lines if line.startswith(names)), "")
 
 
 def can_pack(model: PreTrainedModel) -> bool:
@@ -175,7 +176,7 @@ def widens(model: PreTrainedModel) -> bool:
 
 def is_small(model: PreTrainedModel) -> bool:
     """Return whether a model may be stored twice."""
-    return 2 * sum(p.numel() for p in model.parameters()) <= SHARE * _memory()
+    return 2 * sum(p.numel() for p in model.parameters()) <= SHARE * memory()
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:

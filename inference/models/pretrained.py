@@ -329,34 +329,6 @@ def tapped(model: PreTrainedModel, layers: Collection[int]) -> Iterator[dict[int
             handle.remove()
 
 
-def early_states(model: PreTrainedModel, depth: int, run: Callable[[], Any]) -> Tensor:
-    """Return the states (A, n, D) after the first `depth` decoder layers. run: starts a pass of the model; an exception
-    ends it after these layers. The layers themselves are not changed, so this is exact for every family. Raises
-    ValueError if the pass does not run these layers."""
-
-    def leave(states: Tensor) -> None:
-        raise _Left(states)
-
-    handle = _hooked(model, depth, leave)
-    try:
-        run()
-    except _Left as left:
-        return left.states
-    finally:
-        handle.remove()
-    raise ValueError(
-        f"{type(model).__name__}: its forward does not run the {depth} layers that its config names: use another model"
-    )
-
-
-class _Left(Exception):
-    """An exception that ends a pass early. states (A, n, D): at that point of the pass."""
-
-    def __init__(self, states: Tensor) -> None:
-        super().__init__()
-        self.states = states
-
-
 def _hooked(model: PreTrainedModel, layer: int, use: Callable[[Tensor], None]) -> Any:
     """Add a hook that passes the states (A, n, D) of a layer to `use` during each pass, and return the hook's handle.
     layer: 0 for the embeddings, i after i decoder layers, `LAST` for the input of the head."""

@@ -43,27 +43,6 @@ class Pure(NamedTuple):
     steady: frozenset[str] = frozenset()
 
 
-class Asked(NamedTuple):
-    """A request to replay a function: the function and its arguments.
-
-    name: everything that the function depends on except its arguments. inputs: tensors by name; they are copied. make:
-    returns the function. reads: tensors by name that the function reads in place; their owner calls `drop` when it
-    replaces them. rows: the largest number of rows; a recording has a power of two of rows, at most this many; 0 if the
-    number of rows is fixed. widths: the numbers of ids per row to record, in ascending order; missing ids repeat the
-    last one, so that its keys and values are written again. steady: names of inputs whose values change only when the
-    tensor is replaced. first: returns other inputs for the runs before a recording; None to use the present inputs.
-    """
-
-    name: Hashable
-    inputs: Inputs
-    make: Make
-    reads: Reads
-    rows: int = 0
-    widths: Sequence[int] = ()
-    steady: frozenset[str] = frozenset()
-    first: Callable[[], Inputs] | None = None
-
-
 class Replay:
     """Runs functions directly. model: the model whose weights the functions read."""
 
@@ -94,18 +73,29 @@ class Replay:
     def drop(self) -> None:
         """Drop everything that was made from weights or keys and values that are now replaced."""
 
-    def __call__(self, name: Hashable, inputs: Inputs, make: Make, reads: Reads, **how: Any) -> Any:
+    def __call__(
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        make: Make,
+        reads: Reads,
+        *,
+        rows: int = 0,
+        widths: Sequence[int] = (),
+        steady: frozenset[str] = frozenset(),
+        first: Callable[[], Inputs] | None = None,
+    ) -> Any:
         """Return the result of make()(**inputs, **reads), or None if the function is not recorded. The result is valid
         until the next call.
 
         name: everything that the function depends on except its arguments. inputs: tensors by name; they are copied.
-        make: returns the function. reads: tensors by name that the function reads in place. how: the other fields of
-        `Asked`.
+        make: returns the function. reads: tensors by name that the function reads in place; their owner calls `drop`
+        when it replaces them. rows: the largest number of rows; a recording has a power of two of rows, at most this
+        many; 0 if the number of rows is fixed. widths: the numbers of ids per row to record, in ascending order;
+        missing ids repeat the last one, so that its keys and values are written again. steady: names of inputs whose
+        values change only when the tensor is replaced. first: returns other inputs for the runs before a recording;
+        None to use the present inputs.
         """
-        return self.run(Asked(name, inputs, make, reads, **how))
-
-    def run(self, asked: Asked) -> Any:
-        """Run a function as a recording. Return its result, or None if it is not recorded."""
         return None
 
     def pure(self, round: Any, depths: int, trees: bool) -> Pure | None:
@@ -271,10 +261,20 @@ class Recorded(Replay):
         self.graphs: dict[Hashable, tuple[Graph, Tensor]] = {}  # with its buffer
         self.sources: dict[str, Tensor] = {}  # the tensor that was last copied, of each steady input
 
-    def run(self, asked: Asked) -> Any:
+    def __call__(
+        self,
+        name: Hashable,
+        inputs: Inputs,
+        make: Make,
+        reads: Reads,
+        *,
+        rows: int = 0,
+        widths: Sequence[int] = (),
+        steady: frozenset[str] = frozenset(),
+        first: Callable[[], Inputs] | None = None,
+    ) -> Any:
         if self.failed:
             return None
-        name, inputs, make, reads, rows, widths, steady, first = asked
         packed = [part for part, x in inputs.items() if x.element_size() == 8 and x.dim() < 3 and part not in steady]
         copies = self._copied({part: value for part, value in inputs.items() if part not in packed}, steady)
         A, n = len(inputs[packed[0]]), inputs["ids"].shape[1] if widths else 0
@@ -295,7 +295,7 @@ class Recorded(Replay):
                     f"{type(self.model).__name__}: passes run without CUDA graphs, since recording failed: {reason}"
                     "; to have no warning, set graphs=False"
                 )
-                warnings.warn(message, stacklevel=5)
+                warnings.warn(message, stacklevel=4)
                 return None
         graph, buffer = self.graphs[key]
         torch.cat([x for part in packed for x in _columns(inputs[part], shapes[part])], 1, out=buffer[:A])

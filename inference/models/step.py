@@ -121,12 +121,12 @@ def behind(anchors: Tensor, k: int) -> Tensor:
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns.
-    head: whether it returns logits; without the head, later decoder layers do not run. weights, shape: of the model."""
+    """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns with
+    the logits. weights, shape: of the model."""
 
-    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = (), head: bool = True) -> None:
+    def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = ()) -> None:
         super().__init__()
-        self.shape, self.layers, self.head, self.count = shape, layers, head, 0
+        self.shape, self.layers, self.count = shape, layers, 0
         self.weights = self._registered(weights)
 
     def _registered(self, value: Any) -> Any:
@@ -184,11 +184,9 @@ class Step(nn.Module):
                 store.transpose(1, 2).index_put_((row, written), new.transpose(1, 2))
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
-        layers = (*self.layers, LAST) if self.head else self.layers
+        layers = (*self.layers, LAST)
         every = llama.states_of(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
         states = [every[layer] for layer in self.layers]
-        if not self.head:
-            return states
         last = every[LAST] if only is None else picked_columns(every[LAST], only)
         return [weights.head(scaled(last, scale)), *states]
 
@@ -236,14 +234,8 @@ class Replayed(Lean):
             return super().forward(ids, window, only, layers)
         return Pass(results[0], dict(zip(layers, results[1:], strict=True)))
 
-    def hidden(self, ids: Tensor, window: Window, depth: int) -> Tensor:
-        results = self._pass(ids, window, None, (depth,), head=False)
-        return super().hidden(ids, window, depth) if results is None else results[0]
-
-    def _pass(
-        self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers, head: bool = True
-    ) -> list[Tensor] | None:
-        """Return the results of a `Step` with these layers and head, or None if the pass is not recorded. ids (A, n).
+    def _pass(self, ids: Tensor, window: Window, only: Tensor | None, layers: Layers) -> list[Tensor] | None:
+        """Return the results of a `Step` with these layers, or None if the pass is not recorded. ids (A, n).
         only, (A,) or (A, m): the columns whose logits are returned; None for all. window: their positions."""
         if not self._fits(ids, window):
             return None
@@ -252,9 +244,9 @@ class Replayed(Lean):
         if branches is not None:
             inputs |= {"nodes": branches.slots, "seen": branches.seen, "anchor": branches.anchor}
         inputs |= {} if only is None else {"only": only}
-        name, reads = ("pass", layers, head), self._reads(window.limit)
+        name, reads = ("pass", layers), self._reads(window.limit)
         results: list[Tensor] | None = self.replay(
-            name, inputs, lambda: self._step(layers, head), reads, rows=self.rows, widths=widths
+            name, inputs, lambda: self._step(layers), reads, rows=self.rows, widths=widths
         )
         return results
 
@@ -282,7 +274,7 @@ class Replayed(Lean):
             return None
 
         def make() -> Drafting:
-            return Drafting(self._step((), True), run, fit)
+            return Drafting(self._step(()), run, fit)
 
         reads = self._reads(window.limit)
         drafts: Drafts | None = self.replay.replayed(round, name, given, make, K, reads, greedy=greedy)
@@ -314,8 +306,8 @@ class Replayed(Lean):
         self.refresh(window.limit)
         return True
 
-    def _step(self, layers: Layers, head: bool) -> Step:
-        return Step(self.weights, self.shape, layers, head)
+    def _step(self, layers: Layers) -> Step:
+        return Step(self.weights, self.shape, layers)
 
     def _reads(self, limit: int) -> dict[str, Any]:
         """Return the tensors that passes read in place, by name: the angles of all positions, the slots to read, keys

@@ -97,47 +97,6 @@ SCHEMA: dict[str, Any] = {
     "extra": Many(object),
 }
 
-# the figures of a verdict, see `exactness.verdict.Verdict.figures`; None for a check that does not apply
-_TEXT = {
-    **dict.fromkeys(("prompts", "equal", "ties", "unexplained", "compared", "tokens"), int),
-    "noise": Maybe(float),
-    "gap": Maybe(float),
-    "limit": Maybe(float),
-    "passed": bool,
-}
-_CALLS = {
-    **dict.fromkeys(("tokens", "measured", "near", "rare"), int),
-    **dict.fromkeys(("predicted", "sigma", "rare_expected", "z_rare", "relative", "tau"), float),
-    "z": Maybe(float),
-    "prefix": Maybe([Maybe(float)]),
-    "conditional": Maybe([Maybe(float)]),
-    "passed": bool,
-}
-_DEPTH = {
-    **dict.fromkeys(("rounds", "accepted"), int),
-    **dict.fromkeys(("alpha", "chance", "measured"), float),
-    "passed": bool,
-}
-_LOGITS = {
-    **dict.fromkeys(("tokens", "first", "last"), int),
-    **dict.fromkeys(("one", "many", "worst", "own", "limit", "worst_limit"), Maybe(float)),
-    "passed": bool,
-}
-_SURPRISE = {
-    **dict.fromkeys(("tokens", "impossible"), int),
-    **dict.fromkeys(("surprise", "entropy", "z", "place_z"), Maybe(float)),
-    "passed": bool,
-}
-FIGURES: dict[str, Any] = {
-    "passed": bool,
-    "text": _TEXT,
-    "calls": Maybe(_CALLS),
-    "depth": Maybe(_DEPTH),
-    "logits": Maybe(_LOGITS),
-    "surprise": Maybe(_SURPRISE),
-    "missing": Many(str),
-}
-
 
 def validate(report: Mapping[str, Any]) -> None:
     """Raise ValueError naming the first key of a report that is missing, unknown or not of the type in `SCHEMA`, and
@@ -196,8 +155,6 @@ def build(
     }
     report = json.loads(json.dumps(_finite(values), default=str))
     validate(report)
-    if verdict:  # not in `SCHEMA`: it must accept older reports, whose verdicts had fewer figures
-        conform(report["exactness"]["figures"], FIGURES, "report.exactness.figures")
     return report
 
 

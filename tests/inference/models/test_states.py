@@ -73,21 +73,7 @@ def test_states_are_transformers_own(family: str) -> None:
     lm = LM(model, 3, stock=True)
     assert isinstance(lm.run, Stock)
     check(model, lm)
-    ends_early(model, lm)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
-def ends_early(model: PreTrainedModel, lm: LM) -> None:
-    """A pass that ends after a layer gives its states, and stores the keys that later passes need."""
-    ids = torch.tensor([text[-3:] for text in TEXTS], device=lm.device)
-    wanted = lm.forward(ids, START, states=(1, lm.depth)).states
-    wanted = {layer: states.clone() for layer, states in wanted.items()}
-    before = lm.cache.stores[-1].keys.clone() if lm.cache.stores[-1].is_initialized else None
-    for layer in (1, lm.depth):
-        parts = [lm.hidden(ids[:, at : at + 1], [start + at for start in START], layer).clone() for at in range(3)]
-        close(torch.cat(parts, 1), wanted[layer].to("cpu"))
-        if layer == 1 and before is not None:
-            assert torch.equal(lm.cache.stores[-1].keys, before)
 
 
 def test_states_in_few_operations_are_transformers_own() -> None:
@@ -95,7 +81,6 @@ def test_states_in_few_operations_are_transformers_own() -> None:
     lm = LM(model, 3)
     assert isinstance(lm.run, Lean)
     check(model, lm)
-    ends_early(model, lm)
 
 
 def test_all_keys_of_a_prompt_are_stored_for_any_requested_states() -> None:
@@ -118,20 +103,13 @@ def test_states_by_buckets_are_transformers_own(graphs_on_cpu: None) -> None:
     model = tiny(layers=3)
     lm = LM(model, 3, graphs=True)
     check(model, lm)
-    ends_early(model, lm)
-    names = {key[0][1:] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]
-    assert names >= {((0, 1, 2, LAST), True), ((1,), False)}
+    assert ("pass", (0, 1, 2, LAST)) in {key[0] for key in lm.run.replay.graphs}  # type: ignore[attr-defined]
 
 
 def test_layers_that_the_model_lacks_are_named() -> None:
     lm, ids = LM(tiny(), 1), torch.ones(1, 1, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"states: LlamaForCausalLM has layers 0 to 2, and -1 for .*, but no layer 3"):
         lm.forward(ids, [0], states=(LAST, 3))
-    for depth in (0, 3):
-        with pytest.raises(
-            ValueError, match=f"layers={depth}: set layers= from 1 to 2, the number that LlamaForCausalLM has"
-        ):
-            lm.hidden(ids, [0], depth)
 
 
 def test_states_that_are_not_the_models_own_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,10 +196,10 @@ def test_sequence_losses_by_hand():
     r = torch.tensor([[0.5, 0.25, 0.9, 0.7]]).double()
     # a round at 0; at 1 unless token 0 is kept; at 2 if token 1 is refused, by either round
     calls = 1 + 0.5 + (0.5 * 0.75 + 0.5 * 0.75)
-    assert acceptance.calls(r, 2, torch.tensor([3])).item() == pytest.approx(calls)
+    assert acceptance.expected_calls(r, 2, torch.tensor([3])).item() == pytest.approx(calls)
 
 
-SEQUENCE = [acceptance.calls, acceptance.calls_block]
+SEQUENCE = [acceptance.expected_calls, acceptance.expected_calls_block]
 
 
 @pytest.mark.parametrize("loss", SEQUENCE, ids=lambda f: f.__name__)
@@ -215,7 +215,7 @@ def test_gradient_where_a_draft_is_never_accepted():
     """A product with a zero factor keeps its slope; entries that no round reads get none, not NaN."""
     r = torch.full((1, 4, 2), torch.nan, dtype=torch.float64)
     r[0, :, 0], r[0, 1:, 1] = torch.tensor([0.0, 0.5, 0.5, 0.5]), 0.5
-    acceptance.calls(r.requires_grad_(), 2).sum().backward()
+    acceptance.expected_calls(r.requires_grad_(), 2).sum().backward()
     assert r.grad.isfinite().all() and r.grad[0, 0, 0] < -0.1 and r.grad[0, 0, 1] == 0
 
 
@@ -226,7 +226,7 @@ def test_call_weights_are_calls_saved():
     for t in (0, 5, 10):
         more = r.clone()
         more[:, t] += 1e-6
-        saved = (acceptance.calls(r, 4) - acceptance.calls(more, 4)) / 1e-6
+        saved = (acceptance.expected_calls(r, 4) - acceptance.expected_calls(more, 4)) / 1e-6
         torch.testing.assert_close(weights[:, t], saved, atol=1e-5, rtol=0)
     assert (weights[:, -1] == 0).all()  # the last token comes with a call whether drafted or not
 
