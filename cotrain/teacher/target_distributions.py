@@ -4,7 +4,7 @@ B texts, T tokens, D width, n positions, V vocabulary, Vd tokens of a pruned voc
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,6 +59,31 @@ class Remembered:
         return picked(self.values, self.row[at])
 
 
+class OutsideMass:
+    """The log of the mass that the target gives to all tokens outside of a draft's vocabulary, at positions of texts.
+    It is stored when a text is first learnt. From then on the head of the target is applied for the draft's tokens
+    alone. part: ids (Vd,) -> the target's head for these tokens, states (n, D) -> logits (n, Vd)."""
+
+    def __init__(self, part: Callable[[Tensor], Head]) -> None:
+        self.part = part
+        self.head: Head | None = None
+        self.texts: dict[int, tuple[Tensor, Tensor]] = {}  # positions (n,), on the CPU, and log masses (n, 1)
+
+    def known(self, keys: Sequence[int], columns: Sequence[Tensor]) -> Tensor | None:
+        """Return the log masses (N, 1) at the positions `columns` of each text, or None unless those of all texts are
+        stored for just these positions. keys: the number of each text."""
+        texts = [self.texts.get(key) for key in keys]
+        same = all(text and torch.equal(text[0], one) for text, one in zip(texts, columns, strict=True))
+        return torch.cat([text[1] for text in texts if text]) if same else None
+
+    def logs(self, states: Tensor, outside: Tensor, temperature: Tensor, ids: Tensor) -> Tensor:
+        """Return log p (n, Vd + 1) as `with_rest`, from the target's last states (n, D) and the log masses (n, 1).
+        temperature (n,), on the CPU, above 0. ids (Vd,): always the same."""
+        self.head = self.head or self.part(ids)
+        inside = log_probs(self.head(states), temperature) + torch.log1p(-outside.exp())
+        return torch.cat((inside, outside), -1)
+
+
 @torch.no_grad()
 def remembered(
     target: TargetDistributions,
@@ -67,6 +92,8 @@ def remembered(
     temperature: float | Tensor,
     truncate: Truncate | None,
     chunk: int,
+    outside: OutsideMass | None = None,
+    keys: Sequence[int] = (),
 ) -> TargetDistributions:
     """Return the target's distributions, computed once, at the positions where `mask` (B, T) bool is True and at least
     one guess is made. Return `target` itself if they would need more than `REMEMBERED` bytes (on a GPU, `ON_GPU` times
@@ -74,6 +101,8 @@ def remembered(
 
     guesses: all pruned to the same ids, or none pruned. temperature: a number, (B,) or (B, T). truncate: a function
     that sets the logits cut by top-k / top-p to -inf, or None. chunk: the number of positions computed at once.
+    outside: read, and filled, if the guesses are pruned and the target is neither cut nor at temperature 0. keys: the
+    number of each text, for `outside`.
     """
     if not isinstance(target, FromStates) or target.trained:
         return target
@@ -81,16 +110,27 @@ def remembered(
     for guess in guesses:
         wanted[guess.at] = True
     at = numbers(wanted & mask.flatten())
-    each = over_positions(temperature, mask.shape, target.states)
+    each, pruned = over_positions(temperature, mask.shape, target.states), guesses[0].pruned
+    rest = None
+    if outside and pruned and truncate is None and bool((each[at] > 0).all()):
+        columns = (at % mask.shape[1]).split(torch.bincount(at // mask.shape[1], minlength=len(keys)).tolist())
+        rest = outside.known(keys, columns)
+    else:
+        outside = None
 
     def logs(some: Tensor) -> Tensor:
-        return target.logs(some, each[some], truncate, guesses[0].pruned)
+        if outside and pruned and rest is not None:
+            return outside.logs(chosen(target.states, some), picked(rest, row[some]), each[some], pruned.ids)
+        return target.logs(some, each[some], truncate, pruned)
 
+    row = torch.full_like(wanted, len(at), dtype=torch.long).index_copy(0, at, torch.arange(len(at)))
     one = logs(at[:1])
     if len(at) * one.nbytes > REMEMBERED * (1 if one.device.type == "cpu" else ON_GPU):
         return target
     values = one.new_empty(len(at), one.shape[1])
     for into, some in zip(values.split(chunk), at.split(chunk), strict=True):
         into.copy_(logs(some))
-    rows = torch.arange(len(at), device=at.device)
-    return Remembered(values, torch.full_like(wanted, len(at), dtype=torch.long).index_copy(0, at, rows))
+    if outside and rest is None:
+        masses = values[:, -1:].clone().split([len(one) for one in columns])
+        outside.texts.update(zip(keys, zip(columns, masses, strict=True), strict=True))
+    return Remembered(values, row)

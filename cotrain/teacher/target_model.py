@@ -394,6 +394,25 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     return states, logits
 
 
+def part_of_head(model: PreTrainedModel) -> Callable[[Tensor], Head] | None:
+    """Return a function from token ids (n,) to the model's head for these tokens alone, in the target's own precision:
+    last states (..., D) -> logits (..., n). Return None if the head is not a plain projection in memory."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head.weight.is_meta:
+        return None
+
+    def part(ids: Tensor) -> Head:
+        head = head_of(model, ids)
+
+        def logits(states: Tensor) -> Tensor:
+            with torch.autocast(model.device.type, enabled=False):
+                return head(states)
+
+        return logits
+
+    return part
+
+
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
     """Return a function from ids (B, T) to states (B, T, D), keyed by layer: LAST and `layers`, in one pass. It also
     takes position_ids (B, T) and source (B, S). The model has no hooks afterwards, since hooks would make serving

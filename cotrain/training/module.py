@@ -30,8 +30,8 @@ from cotrain.losses.spec import LossSpec
 from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_distributions import FromStates, remembered
-from cotrain.teacher.target_model import ENCODER, Head, Reader, Record, served
+from cotrain.teacher.target_distributions import FromStates, OutsideMass, remembered
+from cotrain.teacher.target_model import ENCODER, Head, Reader, Record, part_of_head, served
 from cotrain.training.deadline import JUDGING, ONCE
 from cotrain.training.distributed import (
     StepCounts,
@@ -214,6 +214,8 @@ class Distillation(lightning.LightningModule):
         # functions instead of the target, which would be saved in checkpoints
         read, self.head_target = teacher or served(target, vocabulary, student.reads)
         self.teacher = MemoryCache(read, remember)
+        part = part_of_head(target)
+        self.outside = OutsideMass(part) if part else None
         self.judged: dict[float, dict[str, Scores]] = {}
         self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first
         self.fitted = False  # whether `_fit_texts` has run
@@ -303,11 +305,11 @@ class Distillation(lightning.LightningModule):
         if spec.argmax:
             guesses = [guess.whole() for guess in guesses]
         distributions: TargetDistributions = self.distributions(record)
-        if len(guesses) > 1 or spec.sequence or spec.weighted:  # else each distribution is read once
+        pruned = guesses[0].pruned is not None
+        if len(guesses) > 1 or spec.sequence or spec.weighted or pruned:  # else each distribution is read once
             counted_positions = pad(host["predicted"] | sampled_mask(host), (0, 1))
-            distributions = remembered(
-                distributions, guesses, counted_positions, host["temperature"], self.truncate, self.chunk
-            )
+            how = (guesses, counted_positions, host["temperature"], self.truncate, self.chunk)
+            distributions = remembered(distributions, *how, self.outside, host["key"].tolist())
         asked = LossBatch(distributions, ids, host["temperature"], sampled_mask(host), self.truncate, self.chunk)
         logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)

@@ -263,14 +263,20 @@ def length_of(config: PreTrainedConfig) -> int:
 # The head
 
 
-def head_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+def head_of(model: PreTrainedModel, ids: Tensor | None = None) -> Callable[[Tensor], Tensor]:
     """Return a function from states (..., D) after the final norm to logits (..., V). The function caps and scales the
-    logits as the model's config says, and adds the bias of BART's logits."""
+    logits as the model's config says, and adds the bias of BART's logits. ids (n,): the tokens whose logits (..., n)
+    are computed, for a head that is an `nn.Linear`; None for all."""
     head: Any
     head, config = model.get_output_embeddings(), model.config.get_text_config().to_dict()
     cap, scale = config.get("final_logit_softcapping"), _logit_scale(config)
     before = config["d_model"] ** -0.5 if config.get("scale_decoder_outputs") else 1.0  # T5's, of the states
     bias: Tensor | None = getattr(model, "final_logits_bias", None)
+    if ids is not None:
+        whole, head = head, torch.nn.utils.skip_init(torch.nn.Linear, head.in_features, len(ids), device="meta")
+        head.weight = torch.nn.Parameter(whole.weight.detach()[ids], requires_grad=False)
+        head.bias = None if whole.bias is None else torch.nn.Parameter(whole.bias.detach()[ids], requires_grad=False)
+        bias = None if bias is None else bias[:, ids]
 
     def logits(states: Tensor) -> Tensor:
         states = states if before == 1.0 else states * before

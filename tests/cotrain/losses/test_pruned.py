@@ -1,6 +1,7 @@
 """Losses of a draft with a pruned vocabulary, over its own columns and one for all other tokens, against the same
 losses over all columns; and distributions of the target that are computed once for all guesses."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,7 +14,7 @@ from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.names import LOSSES
 from cotrain.losses.spec import parse
-from cotrain.teacher.target_distributions import FromStates, Remembered, remembered
+from cotrain.teacher.target_distributions import FromStates, OutsideMass, Remembered, remembered
 from inference.models.small_heads import spread_logits
 from inference.sampling import keep_top_k, keep_top_p
 from tests import standin
@@ -125,6 +126,38 @@ def test_what_is_computed_once_is_what_each_guess_would_compute() -> None:
                 torch.testing.assert_close(once.logs(*args), target.logs(*args))
     wanted = torch.zeros(B * T).index_fill(0, guess.at, 1).bool() & mask.flatten()
     assert len(once.values) == int(wanted.sum()), "other positions are not computed"  # type: ignore[union-attr]
+
+
+def test_the_mass_outside_of_a_vocabulary_is_computed_once() -> None:
+    """Texts in another order need the draft's columns alone. Other positions need all, and so do settings for which p
+    is no softmax of these columns."""
+    target, guess, weights, _ = given()
+    mask, keys, each = weights > 0, [4, 9, 2], torch.tensor([1.0, 0.6, 1.7])
+    head: Any = target.head
+
+    def part(ids: Tensor) -> Any:
+        return lambda states: states @ head.weight[ids].T + head.bias[ids]
+
+    outside = OutsideMass(part)
+    asked: Any = [guess], mask, each, None, 3
+    for t, cut in ((torch.tensor([1.0, 0.0, 1.0]), None), (each, keep)):
+        remembered(target, [guess], mask, t, cut, 3, outside, keys)
+        assert not outside.texts
+    first: Any = remembered(target, *asked, outside, keys)
+    torch.testing.assert_close(first.values, remembered(target, *asked).values)  # type: ignore[union-attr]
+    order = [2, 0, 1]
+    at = torch.tensor([order.index(int(one) // T) * T + int(one) % T for one in guess.at])
+    unread: Any = None  # all columns would need it
+    turned = FromStates(target.states[order], unread)
+    again: Any = remembered(
+        turned, [replace(guess, at=at)], mask[order], each[order], None, 3, outside, [keys[one] for one in order]
+    )
+    for old, new in zip(guess.at, at, strict=True):
+        if mask.flatten()[old]:
+            torch.testing.assert_close(again.values[again.row[new]], first.values[first.row[old]])
+    fewer = replace(guess, at=guess.at[:5])
+    less: Any = remembered(target, [fewer], *asked[1:], outside, keys)
+    torch.testing.assert_close(less.values, remembered(target, [fewer], *asked[1:]).values)  # type: ignore[union-attr]
 
 
 keep = partial(keep_top_k, k=5)

@@ -20,7 +20,7 @@ from transformers import (
 
 from cotrain.data.fingerprints import fingerprint
 from cotrain.students import independent
-from cotrain.teacher.target_model import adapted, load_pair, load_target, served, split
+from cotrain.teacher.target_model import adapted, load_pair, load_target, part_of_head, served, split
 from inference.models.forward import Lean
 from inference.models.llama import in_int8_rows, rounded
 from inference.models.lm import LM
@@ -123,9 +123,12 @@ CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this tra
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
     hidden, head = split(model)
-    ids = IDS % 40
+    ids, some = IDS % 40, torch.tensor([7, 0, 39])
+    part = part_of_head(model)
+    assert part
     with torch.no_grad():
         assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
+        assert torch.allclose(part(some)(hidden(ids)), model(ids).logits[..., some], atol=1e-6)
 
 
 def test_reading_states_of_layers_leaves_the_fast_forward_to_the_engine() -> None:
