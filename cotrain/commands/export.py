@@ -148,7 +148,7 @@ def _print_launch(path: Path, cfg: ExportConfig, metadata: Metadata | None) -> N
     lengths = tau_table(report, written) if report else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
-    place_of = str(path.absolute()), place(str(written.target["name"]))
+    place_of = str(path.absolute()), publishing.served_from(str(written.target["name"]), cfg.engine)
     if written.tree and (cfg.engine, cfg.layout) in TREES:
         print(TREES[cfg.engine, cfg.layout])
     layers = captured(written.origin)

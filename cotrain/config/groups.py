@@ -166,7 +166,7 @@ class Init(Settings):
 
 
 class Loss(Settings):
-    """The loss expressions of a training: `first` until the fraction `switch` of the steps is done, and `then`
+    """The loss expressions of a training: `first` until the share `switch` of the training is done, and `then`
     afterwards. The module `cotrain/losses/spec.py` describes how expressions are written."""
 
     presets = {
@@ -180,7 +180,7 @@ class Loss(Settings):
     then: str | None = "tv"
     """The same, from the switch on; null: `first`."""
     switch: Share = 0.5
-    """The fraction of the steps after which `then` counts."""
+    """The share of the training after which `then` counts: of its steps, or of its minutes if that is larger."""
     decay: Least | None = None
     """For drafts whose distribution depends on the depth: the loss at a depth has the weight decay ** depth. null: the
     number of target calls that acceptance at this depth saves."""
@@ -354,9 +354,9 @@ class Optimizer(Settings):
     betas: Annotated[list[Decay], allowed("two numbers, one per moment", lambda betas: len(betas) == 2)] = [0.9, 0.95]
     """Decay of AdamW's two moments."""
     warmup: float = 0.02
-    """The fraction of the steps in which the rate rises."""
+    """The share of the training, of steps or minutes, in which the rate rises."""
     decay: float = 0.5
-    """The fraction of the steps in which the rate falls."""
+    """The share of the training, of steps or minutes, in which the rate falls."""
 
 
 class Trainer(Settings):

@@ -48,9 +48,7 @@ def card(
     target, objective, k = str(metadata.target["name"]), metadata.objective, metadata.k
     learnt = metadata.learnt_from
     drafting, layers = (objective, layout, metadata.kind, metadata.tree), captured(metadata.origin)
-    file = gguf_file(target) if engine == "llamacpp" else None
-    served = place(resolve(target)) if file is None else str(file.absolute())
-    command = launch(engine, draft_path, served, k, *drafting, layers)
+    command = launch(engine, draft_path, served_from(target, engine), k, *drafting, layers)
     parts = [
         FRONT,
         f"# Draft for {learnt}",
@@ -74,6 +72,13 @@ def card(
         MARK,
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def served_from(target: str, engine: str) -> str:
+    """Return where a serving engine reads the target: llama.cpp its GGUF file if it came from one, other engines the
+    folder or hub id. target: its name. engine: the serving engine's."""
+    file = gguf_file(target) if engine == "llamacpp" else None
+    return place(resolve(target)) if file is None else str(file.absolute())
 
 
 def fetched(repo: str) -> tuple[str, list[str]]:

@@ -124,7 +124,7 @@ class Student(Protocol):
 
     def keeps_apart(self) -> bool:
         """Return whether attention stays within a text if several texts are packed into one row. A student that reads
-        texts only through the target returns True."""
+        texts only through the target, and each position alone, returns True."""
         return True
 
     @property
