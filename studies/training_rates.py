@@ -101,7 +101,7 @@ def module_of(cfg: Any, target: Any, vocabulary: int, texts: Texts) -> Any:
         student.know(torch.bincount(texts.ids[:, 1:][texts.sampled], minlength=vocabulary))
     stages = [Stage(1.0, parse(cfg.loss.first))]
     unused: Any = None  # neither an optimiser nor a schedule
-    module: Any = Distillation(student, target, stages, unused, unused, {}, remember=2**31)
+    module: Any = Distillation(student, target, stages, unused, unused, {}, remember=2**31, decay=cfg.loss.decay)
     module.draft.to(target.device)
     module._trainer = SimpleNamespace(global_step=0, max_steps=10**6, world_size=1)
     return module
