@@ -325,5 +325,5 @@ def test_texts_are_sampled_by_rounded_products(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(engine, "generate", watched)
     assert len(Own(engine)([[1, 2, 3], [4]], Sampling(1.0), 4, 0, [1, 2])) == 2
     assert len(kept.records) == 2
-    assert states == ["avx512_bf16" in packing._processor()]
+    assert states == ["avx512_bf16" in packing.of_cpu("flags")]
     assert not torch.ops.inference.rounding(False)
