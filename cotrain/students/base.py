@@ -106,6 +106,12 @@ class Student(Protocol):
         self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
     ) -> None:
         self.network, self.target, self.vocabulary = network, target, vocabulary
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set what else the kind needs, at the end of `__init__`. Raises ValueError for a network that cannot be its
+        draft."""
+        return None
 
     @classmethod
     def initial(cls, draft: "Draft", init: "Init", target: PreTrainedModel) -> PreTrainedModel:
@@ -165,15 +171,20 @@ class Student(Protocol):
 
         A guess may depend on the text before its round. From the round's first new token on, it may depend only on the
         tokens drafted before it; in training these are the text's own tokens.
-        """
 
-    def proposer(self, *, greedy: bool = False, int8: bool = False) -> Proposer:
+        Raises ValueError for kinds that are not trained.
+        """
+        raise ValueError(f"draft={self.kind} is not trained: name another draft= to train one")
+
+    def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> Proposer:
         """Return the proposer that serves the network.
 
         greedy: draft the most probable tokens instead of sampled ones. int8: round weights to 8 bits (only if
-        `takes_int8`). Kinds that draft trees (`Proposer.drafts_trees`) also take `shape`: the index of each node's
-        parent.
+        `takes_int8`). shape: for a tree, the index of each node's parent (only if `Proposer.drafts_trees`); None for
+        chains.
         """
+        proposer: Proposer = kind_of(self.kind)(self.network, greedy, int8=int8, shape=shape)
+        return proposer
 
     @classmethod
     def takes_int8(cls, network: PreTrainedModel) -> bool:
@@ -208,12 +219,13 @@ def student_class(kind: str) -> type[Student]:
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:
-    """Raise ValueError if any of the settings `keys` of `draft` is set. The draft does not have them with this target
-    or this init=."""
+    """Raise ValueError if any of the settings `keys` of `draft` is set. The draft does not have them with this target,
+    this head or this init=."""
     for key in keys:
         if value := getattr(draft, key):
             raise ValueError(
-                f"draft.{key}={value}: {draft.kind} drafts have none with this target or init=: set draft.{key}=null"
+                f"draft.{key}={value}: {draft.kind} drafts have none with this target, head or init=: set "
+                f"draft.{key}=null"
             )
 
 

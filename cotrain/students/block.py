@@ -10,7 +10,7 @@ In training this is the text's own token, as if the previous draft had been acce
 B texts, T tokens, S blocks of a text, K depths, n = 1 + K queries of a block, H width, D of a head, G heads of keys.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import sent
-from cotrain.students.base import Guess, Seen
+from cotrain.students.base import Guess, Seen, refuse_keys
 from cotrain.students.eagle import EagleStudent, copy_ends, inner_width, segments, sizes_of
+from cotrain.students.independent import HEAD
 from cotrain.students.parallel import KEEP, starts, unused_id
 from cotrain.teacher.target_model import halves
-from inference.proposers.block import Block, BlockNetwork
+from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import Attend
 
 SPARE = 1.25  # tokens of a text for each guess that a training step makes of it
@@ -40,18 +41,17 @@ class BlockStudent(EagleStudent):
     parallel = True
     network: BlockNetwork
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        super().__init__(network, target, vocabulary)
+    def prepare(self) -> None:
+        super().prepare()
         self.target_head = halves(self.target, self.vocabulary)[1]
-        if network.config.dflash_config["mask_token_id"] is None:
-            network.config.dflash_config["mask_token_id"] = unused_id(network.config, vocabulary)
+        config = self.network.config
+        if config.dflash_config["mask_token_id"] is None:
+            config.dflash_config["mask_token_id"] = unused_id(config, self.vocabulary)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         if draft.head == "target":
-            _refuse_small_head(draft)
+            refuse_keys(draft, *HEAD)
         return super().initial(draft, init, target)
 
     @classmethod
@@ -62,7 +62,7 @@ class BlockStudent(EagleStudent):
         if network.config.target_head and draft.head == "own":
             network.copy_head(target)
         if network.config.target_head:
-            _refuse_small_head(draft)
+            refuse_keys(draft, *HEAD)
         return network
 
     @classmethod
@@ -165,25 +165,6 @@ class BlockStudent(EagleStudent):
 
     def head(self, states: Tensor) -> Tensor:
         return self.target_head(states) if self.network.lm_head is None else super().head(states)
-
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Block:
-        return Block(self.network, greedy, int8=int8, shape=shape)
-
-
-def _refuse_small_head(draft: Draft) -> None:
-    """Raise ValueError for a setting of a head of the draft's own, since the head is the target's."""
-    for key in ("vocabulary", "head_rank"):
-        if value := getattr(draft, key):
-            raise ValueError(
-                f"draft.{key}={value}: the head is the target's, which is not changed: set draft.{key}=null, or "
-                "draft.head=own"
-            )
 
 
 def attend_blocks(keys: Tensor, values: Tensor, sees: Tensor, own: Tensor, groups: int, scale: float) -> Attend:

@@ -3,7 +3,7 @@
 B texts, T tokens, D width.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from cotrain.config.groups import Init
 from cotrain.losses.guess import sent
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import IndependentStudent
-from inference.proposers.conditioned import KNOTS, TABLE, Conditioned, Scale, conditioned, table_in
+from inference.proposers.conditioned import KNOTS, TABLE, Scale, conditioned, table_in
 
 
 class ConditionedStudent(IndependentStudent):
@@ -51,12 +51,3 @@ class ConditionedStudent(IndependentStudent):
         """Return the factor of the states at each temperature: (B, 1, D) for temperatures (B,) of texts, (B, T, D) for
         temperatures (B, T) of tokens."""
         return Scale(self.network).at(temperature if temperature.ndim == 2 else temperature.unsqueeze(1))
-
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Conditioned:
-        return Conditioned(self.network, greedy, int8=int8, shape=shape)

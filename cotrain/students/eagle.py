@@ -9,7 +9,7 @@ computed together.
 B texts, T tokens, H width, V vocabulary, N guesses at a depth, n rounds of a text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from inference.drafts.published import fused
 from inference.models.llama import has_kernel
 from inference.models.pretrained import head_weight, id_of, length_of
 from inference.models.small_heads import fill
-from inference.proposers import eagle, kind_of
+from inference.proposers import kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork
 
 INNER_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")  # config keys
@@ -49,27 +49,24 @@ JUDGED = 8  # evaluate at least this many depths, since served rounds may be lon
 
 
 class EagleStudent(Student):
-    """Trains the draft that `inference.proposers.eagle` serves. Raises ValueError if there is no target, or if the
-    network has another class."""
+    """Trains the draft that `inference.proposers.eagle` serves. Raises ValueError if the network has another
+    class."""
 
     kind = "eagle"
     features: tuple[str, ...] = ("eagle3", "speculators")
 
     network: Any  # a FeatureNetwork
     target: PreTrainedModel
+    vocabulary: int
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        network_class: Any = kind_of(self.kind).network_class
-        if target is None:
-            raise ValueError(f"draft.kind: {self.kind} drafts read the states of a target, and no target is given")
+    def prepare(self) -> None:
+        network, network_class = self.network, kind_of(self.kind).network_class
         if not isinstance(network, network_class):
             raise ValueError(
                 f"draft.kind: {self.kind} drafts need their target and a network of class "
                 f"{network_class.__name__}, not {type(network).__name__}"
             )
-        super().__init__(network, target, vocabulary or network.config.vocab_size)
+        self.vocabulary = self.vocabulary or network.config.vocab_size
         self.reads = tuple(sorted({*network.config.layers}))
 
     @classmethod
@@ -157,8 +154,7 @@ class EagleStudent(Student):
     def pruned(self) -> Pruned | None:
         """Return the part of a pruned head that has finite logits, or None for a whole vocabulary."""
         network = self.network
-        size = self.vocabulary or network.config.vocab_size
-        return self.pruned_to(network.known, network.lm_head, size) if network.pruned else None
+        return self.pruned_to(network.known, network.lm_head, self.vocabulary) if network.pruned else None
 
     def know(self, counts: Tensor) -> None:
         """Choose the most frequent tokens as the draft's vocabulary, and copy their rows from the target's head, in
@@ -197,24 +193,14 @@ class EagleStudent(Student):
         markov = self.network.markov_head
         if markov is None:
             return guesses
-        vocabulary = self.vocabulary or self.network.config.vocab_size
-        return after_tokens(guesses, ids, markov, lambda logits: self.network.spread(logits, vocabulary))
+        return after_tokens(guesses, ids, markov, lambda logits: self.network.spread(logits, self.vocabulary))
 
     def head(self, states: Tensor) -> Tensor:
-        return self.network.head(states, self.vocabulary or self.network.config.vocab_size)
+        return self.network.head(states, self.vocabulary)
 
     @classmethod
     def takes_int8(cls, network: Any) -> bool:
         return has_kernel(network)
-
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> eagle.Eagle:
-        return eagle.Eagle(self.network, greedy, int8=int8, shape=shape)
 
 
 class EagleRounds:

@@ -28,7 +28,7 @@ from inference.proposers import kind_of
 
 class MedusaStudent(Student):
     """Trains the Medusa heads that `inference.proposers.heads` serves (Cai et al. 2024, 2401.10774). Their logits come
-    from the target's own output head, which is frozen. Raises ValueError if there is no target."""
+    from the target's own output head, which is frozen."""
 
     kind = "medusa"
     sourced = True
@@ -39,13 +39,8 @@ class MedusaStudent(Student):
     network: Any
     target: PreTrainedModel
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        if target is None:
-            raise ValueError(f"draft.kind={self.kind}: heads read the states of a target, and no target is given")
-        super().__init__(network, target, vocabulary)
-        self.head = halves(target, vocabulary)[1]
+    def prepare(self) -> None:
+        self.head = halves(self.target, self.vocabulary)[1]
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:

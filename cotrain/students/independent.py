@@ -36,7 +36,6 @@ from cotrain.losses.guess import Pruned
 from cotrain.ranks import rank
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, refuse_keys
 from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, unavailable
-from inference import proposers
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.published import Published, imported, published
@@ -84,14 +83,11 @@ class IndependentStudent(Student):
     begins_with: tuple[str, ...] = ("hybrid", "parallel")
     sourced = True
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        super().__init__(network, target, vocabulary)
-        self.read, self.head = halves(network, vocabulary)
-        if target is not None and shares_encoder(network, target):
-            self.reads: tuple[int, ...] = (ENCODER,)
-            network.get_encoder().requires_grad_(False)
+    def prepare(self) -> None:
+        self.read, self.head = halves(self.network, self.vocabulary)
+        if self.target is not None and shares_encoder(self.network, self.target):
+            self.reads = (ENCODER,)
+            self.network.get_encoder().requires_grad_(False)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -164,15 +160,6 @@ class IndependentStudent(Student):
         the same at every depth."""
         parameters = tuple(self.network.get_output_embeddings().parameters())
         return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
-
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> proposers.Independent:
-        return proposers.Independent(self.network, greedy, int8=int8, shape=shape)
 
 
 def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:

@@ -8,7 +8,7 @@ reads the mask tokens of all rounds, after the T tokens of the text (An et al. 2
 B texts, T tokens, S starts, M mask tokens of a text, L = T + M, H width, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,14 +24,13 @@ from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.markov import after_tokens
-from inference import proposers
 from inference.models.forward import additive
 from inference.models.markov import MARKOV, markov_of, put_markov_head, spread_of
 from inference.models.pretrained import id_of, sliding_window
 from inference.models.small_heads import VOCABULARY
 from inference.proposers import parallel
 from inference.proposers.eagle import Attend
-from inference.proposers.p_eagle import PEagle, PEagleNetwork
+from inference.proposers.p_eagle import PEagleNetwork
 from inference.proposers.parallel import MASK, mask_of
 
 DEPTHS = 8  # default number of depths in training
@@ -48,12 +47,10 @@ class ParallelStudent(IndependentStudent):
     begins_with = ("independent", "hybrid")
     parallel = True
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        super().__init__(network, target, vocabulary)
-        name_mask(network, vocabulary)
-        self.mask, self.depths = mask_of(network.config)
+    def prepare(self) -> None:
+        super().prepare()
+        name_mask(self.network, self.vocabulary)
+        self.mask, self.depths = mask_of(self.network.config)
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -66,9 +63,6 @@ class ParallelStudent(IndependentStudent):
         setattr(network.config, parallel.DEPTHS, draft.depths or learnt or DEPTHS)
         _with_markov_head(network, draft)
         return network
-
-    def of(self, network: PreTrainedModel) -> "ParallelStudent":
-        return ParallelStudent(network, vocabulary=self.vocabulary)
 
     def refuse(self) -> None:
         """Raise ValueError for a network that cannot be trained as this kind: its head does more than project, cap or
@@ -137,15 +131,6 @@ class ParallelStudent(IndependentStudent):
         ).last_hidden_state
         return states
 
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> proposers.Parallel:
-        return proposers.Parallel(self.network, greedy, int8=int8, shape=shape)
-
 
 def _refuse_window(network: PreTrainedModel) -> None:
     if window := sliding_window(network.config):
@@ -188,11 +173,9 @@ class PEagleStudent(EagleStudent):
     parallel = True
     network: PEagleNetwork
 
-    def __init__(
-        self, network: PreTrainedModel, target: PreTrainedModel | None = None, vocabulary: int | None = None
-    ) -> None:
-        super().__init__(network, target, vocabulary)
-        name_mask(network, vocabulary)
+    def prepare(self) -> None:
+        super().prepare()
+        name_mask(self.network, self.vocabulary)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         """Return one guess for each depth.
@@ -235,15 +218,6 @@ class PEagleStudent(EagleStudent):
         outputs = network.layer(self.embedded(tokens), features, *network.angles(positions), attend)
         states: Tensor = network.norm(outputs)
         return states
-
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> PEagle:
-        return PEagle(self.network, greedy, int8=int8, shape=shape)
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:

@@ -9,7 +9,6 @@ import copy
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.students.base import DEFAULT, Guess, Seen, Student
+from cotrain.students.base import DEFAULT, Student
 from cotrain.students.independent import causal_lm
 from inference import proposers
 from inference.drafts.causal_lm import CausalLM
@@ -44,10 +43,6 @@ class QuantisedStudent(Student):
         """Return a network that has settings but no weights, since the target's are used. Raises ValueError if
         draft.bits is null, or if this quantisation is not available here."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
-
-    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError, because this kind is not trained."""
-        raise ValueError(f"draft={self.kind} is not trained: name another draft= to train one")
 
     def proposer(
         self,
@@ -157,11 +152,9 @@ class TwoLevelsStudent(Student):
         setattr(network.config, SETTINGS, {"bits": bits, "inner": draft.inner})
         return network
 
-    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError, because this kind is not trained."""
-        raise ValueError(f"draft={self.kind} is not trained: train the small draft by itself, draft=independent")
-
-    def proposer(self, *, greedy: bool = False, int8: bool = False) -> TwoLevels:
+    def proposer(  # type: ignore[override]  # drafts no trees
+        self, *, greedy: bool = False, int8: bool = False
+    ) -> TwoLevels:
         """Return the proposer, which drafts chains and no trees. greedy: draft the most probable tokens. int8: whether
         the small draft's weights are rounded to 8 bits."""
         assert self.target is not None

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.students.base import Guess, Seen, Student, Trials
+from cotrain.students.base import Student, Trials
 from cotrain.students.independent import IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
@@ -31,11 +31,9 @@ class RetrievalStudent(Student):
         """Return a network that has settings but no weights. Raises ValueError if draft.datastore= has no datastore."""
         return LookupNetwork(LookupConfig(lookup(draft)))
 
-    def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        """Raise ValueError, because this kind is not trained."""
-        raise ValueError("draft=retrieval is not trained: name another draft= to train one")
-
-    def proposer(self, *, greedy: bool = False, int8: bool = False) -> Any:
+    def proposer(  # type: ignore[override]  # drafts no trees
+        self, *, greedy: bool = False, int8: bool = False
+    ) -> Any:
         return Retrieval.of_settings(self.network.config.lookup)
 
 
@@ -69,9 +67,6 @@ class HybridStudent(IndependentStudent):
         network = super().initial(draft, init, target)
         network.config.lookup = lookup(draft)
         return network
-
-    def of(self, network: PreTrainedModel) -> "HybridStudent":
-        return HybridStudent(network, vocabulary=self.vocabulary)
 
     def proposer(  # type: ignore[override]  # drafts no trees
         self, *, greedy: bool = False, int8: bool = False

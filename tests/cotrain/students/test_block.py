@@ -244,7 +244,7 @@ def test_the_head_of_the_target_is_no_weight_of_the_draft() -> None:
     target, init = tiny(), SimpleNamespace(kind="target_layers", layers=[])
     settings = {"kind": "block", "layers": 1, "kv_heads": None, "intermediate": None, "head_dim": 8}
     for key in ("vocabulary", "head_rank"):
-        with pytest.raises(ValueError, match=f"draft.{key}=20: the head is the target's"):
+        with pytest.raises(ValueError, match=f"draft.{key}=20: block drafts have none with this"):
             BlockStudent.initial(draft(**settings, head="target", **{key: 20}), init, target)  # type: ignore[arg-type]
     for small in ({"draft_vocab_size": 20}, {"head_rank": 4}):
         with pytest.raises(ValueError, match="the target's head has all tokens and its full rank"):
