@@ -176,7 +176,7 @@ class EagleStudent(Student):
             attend = attention.at(depth, rounds.sees[:, :count])
             angles = network.angles(rounds.positions[:, :count] + depth)
             features = network.layer(embedded, features[:, :count], *angles, attend)
-            at, inside = rounds.of(depth)
+            at, inside = places(ids, rounds.packed, depth + 1)
             states = chosen(network.norm(features), inside)
             guesses.append(Guess(depth, at, states, self.head, tuple(network.lm_head.parameters()), pruned=pruned))
         return guesses
@@ -209,25 +209,31 @@ class EagleRounds:
     ids (B, T). position_ids (B, T): only if texts are packed; a round then reads and drafts only its own text. Both are
     on the CPU; tensors for networks are on `device`.
     positions (B, T-1): the position of each pair in its text.
-    text (B, T), on the CPU: the number of each token's text within its row.
+    text (B, T), on the CPU: the number of each token's text within its row. packed: the same; None unless texts are
+    packed.
     sees (B, T-1, T-1) bool: entry [b, m, s] is whether round m reads the target's pair s.
     """
 
     def __init__(self, ids: Tensor, position_ids: Tensor | None, device: torch.device) -> None:
         every = torch.arange(ids.shape[1])
         positions = every.expand(ids.shape) if position_ids is None else position_ids
-        self.packed, self.text = position_ids is not None, segments(positions)
+        self.text = segments(positions)
+        self.packed = None if position_ids is None else self.text
         self.positions, of, before = (sent(one, device) for one in (positions[:, :-1], self.text[:, :-1], every[:-1]))
         self.sees = (of.unsqueeze(2) == of.unsqueeze(1)) & (before <= before.unsqueeze(1))
 
-    def of(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Return the guesses at depth j (0-based), as two CPU tensors. First (N,): flat positions b * T + t, t = m + 1
-        + j; the guess there predicts token t + 1. Second (N,): the round of each guess, as index b * (T-1-j) + m; None
-        unless texts are packed: then all these rounds guess. In packed texts, a round guesses only in its own text."""
-        T = self.text.shape[1]
-        at = torch.arange(self.text.numel()).view(self.text.shape)[:, depth + 1 :]
-        inside = numbers(self.text[:, : T - 1 - depth] == self.text[:, depth + 1 :]) if self.packed else None
-        return chosen(at, inside), inside
+
+def places(ids: Tensor, text: Tensor | None, gap: int) -> tuple[Tensor, Tensor | None]:
+    """Return the guesses of one depth, as two CPU tensors. Round m = 0 .. T-1-gap of a row guesses at position t = m +
+    gap, if this is in its own text. First (N,): flat positions b * T + t; the guess there predicts token t + 1. Second
+    (N,): the round of each guess, as index b * (T - gap) + m; None unless texts are packed: then all rounds guess.
+
+    ids (B, T). text (B, T), on the CPU: the number of each token's text within its row; None unless texts are packed.
+    gap: 0 or more.
+    """
+    at = torch.arange(ids.numel()).view(ids.shape)[:, gap:]
+    inside = None if text is None else numbers(text[:, : -gap or None] == text[:, gap:])
+    return chosen(at, inside), inside
 
 
 def segments(position_ids: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import chosen, numbers, sent
+from cotrain.losses.guess import chosen, sent
 from cotrain.students.base import Guess, Seen, Student
-from cotrain.students.eagle import segments
+from cotrain.students.eagle import places, segments
 from cotrain.students.independent import pretrained_network
 from cotrain.teacher.target_model import Read, halves
 from inference.models.pretrained import decoder_layers, sliding_window
@@ -87,12 +87,10 @@ class EarlyExitStudent(Student):
         head = halves(self.model, self.vocabulary)[1]
         if not self.network.config.rank:
             return [Guess.everywhere(self.whole(ids, position_ids), head)]
-        within = _within(ids, position_ids)
-        flat = torch.arange(ids.numel()).view(ids.shape)
-        guesses = []
-        for depth, states in enumerate(self._by_depth(ids, within)):
-            inside = None if position_ids is None else numbers(within[:, depth:] >= depth)  # the anchor is in the text
-            guesses.append(Guess(depth, chosen(flat[:, depth:], inside), chosen(states[:, depth:], inside), head))
+        text, guesses = None if position_ids is None else segments(position_ids), []
+        for depth, states in enumerate(self._by_depth(ids, _within(ids, text))):
+            at, inside = places(ids, text, depth)
+            guesses.append(Guess(depth, at, chosen(states[:, depth:], inside), head))
         return guesses
 
     def _by_depth(self, ids: Tensor, within: Tensor) -> list[Tensor]:
@@ -155,13 +153,12 @@ def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
         )
 
 
-def _within(ids: Tensor, position_ids: Tensor | None) -> Tensor:
-    """Return (B, T): each token's position in its own text. ids (B, T). position_ids (B, T) if rows are several packed
-    texts, else None."""
+def _within(ids: Tensor, text: Tensor | None) -> Tensor:
+    """Return (B, T): each token's position in its own text. ids (B, T). text (B, T): the number of each token's text
+    within its row, or None if no texts are packed."""
     every = torch.arange(ids.shape[1]).expand(ids.shape)
-    if position_ids is None:
+    if text is None:
         return every
-    text = segments(position_ids)
     begins = nn.functional.pad(text.diff(dim=1) > 0, (1, 0), value=True)
     return every - torch.where(begins, every, 0).cummax(1).values
 

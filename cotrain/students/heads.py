@@ -5,7 +5,7 @@ The anchor of a round is the last token of its text. If the target's newest stat
 anchor is token m + 1, and the guess at depth j (0-based) is at position m + 1 + j. All rounds of all texts are computed
 in one pass over the heads.
 
-B texts, T tokens, D width of the target's states, K heads, R rounds, N guesses at a depth.
+B texts, T tokens, D width of the target's states, K heads, R rounds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
-from cotrain.losses.guess import chosen, numbers, sent
+from cotrain.losses.guess import chosen, sent
 from cotrain.students.base import LAST, Guess, Seen, Student
-from cotrain.students.eagle import refuse_other
+from cotrain.students.eagle import places, refuse_other, segments
 from cotrain.students.independent import pretrained_network
 from cotrain.students.markov import after_tokens
 from cotrain.teacher.target_model import halves
@@ -73,13 +73,16 @@ class MedusaStudent(Student):
         self.network.fits(self.target, "draft")
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
-        rounds = HeadRounds(batch["ids"], batch.get("position_ids"), self.network.depths)
-        states = self.head_states(batch["ids"], seen.states[LAST][:, :-1], rounds.depths)
-        guesses = [Guess(depth, *rounds.of(depth, of_depth), self.head) for depth, of_depth in enumerate(states)]
+        ids, position_ids, guesses = batch["ids"], batch.get("position_ids"), []
+        text, T = None if position_ids is None else segments(position_ids), ids.shape[1]
+        states = self.head_states(ids, seen.states[LAST][:, :-1], min(self.network.depths, T - 1))
+        for depth, of_depth in enumerate(states):
+            at, inside = places(ids, text, depth + 1)
+            guesses.append(Guess(depth, at, chosen(of_depth[:, : T - 1 - depth], inside), self.head))
         markov = self.network.markov_head
         if markov is None:
             return guesses
-        return after_tokens(guesses, batch["ids"], markov, lambda logits: logits[..., : self.vocabulary])
+        return after_tokens(guesses, ids, markov, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """Return, for each depth (0-based), the states (B, R, D) that the target's output head reads, one row per
@@ -133,25 +136,3 @@ class HydraStudent(MedusaStudent):
             states.append(network.head_states(sums[0], here, j).unflatten(0, (newest.shape[0], count)))
             sums = sums.unflatten(1, (newest.shape[0], count))[1:]
         return states
-
-
-class HeadRounds:
-    """The rounds of texts, one for each position m of the target's newest state.
-
-    ids (B, T). position_ids (B, T): only if texts are packed; a round then drafts only tokens of its own text. heads:
-    K. depths: the number of depths that at least one round has.
-    """
-
-    def __init__(self, ids: Tensor, position_ids: Tensor | None, heads: int) -> None:
-        self.packed = position_ids is not None
-        self.positions = torch.arange(ids.shape[1]).expand(ids.shape) if position_ids is None else position_ids
-        self.flat = torch.arange(ids.numel()).view(ids.shape)
-        self.depths = min(heads, ids.shape[1] - 1)
-
-    def of(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the flat positions b * T + t of the guesses at a depth (0-based), (N,), and their states (N, D).
-        states (B, R, D): one row per round, R >= T-1-depth. With packed texts, a round makes a guess only in its own
-        text."""
-        gap = depth + 1
-        inside = numbers(self.positions[:, gap:] == self.positions[:, :-gap] + gap) if self.packed else None
-        return chosen(self.flat[:, gap:], inside), chosen(states[:, : self.flat.shape[1] - gap], inside)

@@ -21,7 +21,7 @@ from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.losses.guess import chosen, numbers, sent
 from cotrain.students.base import Guess, Seen
-from cotrain.students.eagle import EagleRounds, EagleStudent, refuse_other, segments
+from cotrain.students.eagle import EagleRounds, EagleStudent, places, refuse_other, segments
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.markov import after_tokens
 from inference.models.forward import additive
@@ -189,11 +189,11 @@ class PEagleStudent(EagleStudent):
         masks = masks_after(starts(batch, 1), ids.shape[1] - 1, depths, uniforms, KEEP)
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
-        at, inside = rounds.of(0)
+        at, inside = places(ids, rounds.packed, 1)
         pruned = self.pruned
         guesses = [Guess(0, at, chosen(states[:, : ids.shape[1] - 1], inside), *head, pruned=pruned)]
         for depth in range(1, depths):
-            at, of_masks = positions_of(masks, depth, ids, rounds.text if rounds.packed else None, 1)
+            at, of_masks = positions_of(masks, depth, ids, rounds.packed, 1)
             of_depth = chosen(states[:, ids.shape[1] - 1 :], of_masks)
             share = 1.0 if u is None else KEEP**depth
             guesses.append(Guess(depth, at, of_depth, *head, share=share, pruned=pruned))

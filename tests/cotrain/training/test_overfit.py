@@ -10,7 +10,7 @@ import pytest
 
 from cotrain.cli import main
 from cotrain.config.drafts import DRAFTS
-from cotrain.students.heads import HeadRounds
+from cotrain.students.heads import HydraStudent
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import overfit
 from cotrain.training.module import Distillation
@@ -79,7 +79,7 @@ SHIFTED: dict[
         "everywhere",
         lambda real, self, states, *rest: real(self, states.roll(1, 1), *rest),
     ),
-    "hydra": (HeadRounds, "of", lambda real, self, depth, states: real(self, depth, states.roll(1, 1))),
+    "hydra": (HydraStudent, "head_states", lambda real, *given: [states.roll(1, 1) for states in real(*given)]),
 }
 
 
