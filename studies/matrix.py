@@ -31,8 +31,8 @@ from cotrain.paths import folder
 from cotrain.planning.forecast import forecast
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import measure_acceptance, measured_costs
-from cotrain.students import quantised
 from cotrain.students.base import DEFAULT
+from cotrain.students.quantised import refuse_unknown
 from cotrain.training.job import models
 from cotrain.training.preconditions import refuse_rounded
 from inference import Sampling
@@ -46,7 +46,7 @@ from inference.proposers import NGram
 from inference.servers.vllm_server import Server, draft_model, vllm_arm
 from studies.assisted import assisted_arm
 from studies.floor import Machine, measure_machine, peak_memory, round_loads
-from studies.quantisation_table import table
+from studies.quantisation_table import QUANTISATIONS, table
 
 BATCHES = 3  # the least number of batches of prompts, for an interval
 QUEUE = 6  # prompts per row in each run of an arm, so that the idle rows at the end of a run matter little
@@ -229,12 +229,12 @@ def refuse(asked: Matrix, cfg: BenchConfig, kind: str, pair: Pair) -> None:
         raise UserError(
             f"matrix.vllm={asked.vllm} is not a Python interpreter: name the interpreter of a vLLM installation"
         )
-    if wrong := sorted(set(asked.drafts) - set(quantised.QUANTISATIONS)):
-        raise UserError(f"matrix.drafts: {wrong[0]!r} is not one of {', '.join(quantised.QUANTISATIONS)}")
+    if wrong := sorted(set(asked.drafts) - set(QUANTISATIONS)):
+        raise UserError(f"matrix.drafts: {wrong[0]!r} is not one of {', '.join(QUANTISATIONS)}")
     if asked.targets and "nf4" in asked.drafts and find_spec("bitsandbytes") is None:
         raise UserError("matrix.drafts: nf4 needs bitsandbytes: pip install bitsandbytes, or matrix.drafts=[none,int8]")
     if asked.targets and {*asked.drafts} - {"none"} and pair.draft is not None:
-        quantised.refuse_unknown(pair.draft, "matrix.drafts")
+        refuse_unknown(pair.draft, "matrix.drafts")
     for bits in asked.targets:
         refuse_rounded(kind, bits, pair.target)
         try:

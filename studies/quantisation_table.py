@@ -5,16 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cotrain.planning.forecast import acceptance
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
-from cotrain.students.quantised import rounded_draft
+from cotrain.students.quantised import draft_projections
 from inference.exactness.side_by_side import pair_figures
 from inference.measure.timing import interleave
+from inference.models.small_heads import linears
+from inference.proposers.quantised import BITS, round_bits
 
 Load = Callable[[str], PreTrainedModel]  # the target in a quantisation of `target_model.QUANTISATIONS`
+QUANTISATIONS = ("none", *BITS)  # of a draft
 
 
 def table(
@@ -51,6 +56,20 @@ def _with(plan: Plan, kind: str) -> Plan:
     bench = copy.copy(plan.bench)
     bench.draft_int8 = kind == "int8"
     return replace(plan, draft=rounded_draft(plan.served, kind), bench=bench)
+
+
+@torch.no_grad()
+def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
+    """Return a copy of a draft whose projections are rounded as when served. quantisation: "none", "int8" or "nf4".
+    With int8 the head is rounded too; with nf4 it is not, since bitsandbytes leaves it unchanged. Embeddings are never
+    rounded, even if they share their weights with the head."""
+    network = copy.deepcopy(draft)
+    for weight in draft_projections(network).values() if quantisation in BITS else ():
+        weight.copy_(round_bits(weight, quantisation))
+    if quantisation == "int8":
+        for part in linears(network.get_output_embeddings()):  # new tensors: embeddings tied to the head stay whole
+            part.weight = nn.Parameter(round_bits(part.weight, quantisation), requires_grad=False)
+    return network
 
 
 def _texts(plan: Plan) -> Any:

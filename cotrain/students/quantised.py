@@ -1,16 +1,13 @@
 """Drafts with fewer bits. A `quantised` draft is the quantised target alone. In a `two_levels` draft, the quantised
 target verifies the tokens of a small draft before the target does. Neither kind is trained.
 
-This module also rounds the weights of other drafts: to train them as they will be served (quantisation-aware training),
-and to measure the cost of rounding.
+This module also names the weights of other drafts that are rounded when served, for quantisation-aware training.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -25,7 +22,7 @@ from inference.models.markov import markov_of
 from inference.models.small_heads import linears
 from inference.proposers import kind_of
 from inference.proposers.base import SettingsNetwork
-from inference.proposers.quantised import BITS, Quantised, QuantisedConfig, QuantisedNetwork, round_bits
+from inference.proposers.quantised import Quantised, QuantisedConfig, QuantisedNetwork
 from inference.proposers.two_levels import SETTINGS, TwoLevels
 
 BY_BITS = {8: "int8", 4: "nf4"}  # draft.bits= -> the weight quantisation
@@ -70,33 +67,6 @@ def bits_of(draft: Draft) -> str:
     if bits == "nf4" and find_spec("bitsandbytes") is None:
         raise ValueError("draft.bits=4 needs bitsandbytes: pip install bitsandbytes, or set draft.bits=8")
     return bits
-
-
-QUANTISATIONS = ("none", "int8", "nf4")
-
-
-def quantised(weight: Tensor, quantisation: str) -> Tensor:
-    """Return a weight (out, in) with its values rounded to a quantisation, "none", "int8" or "nf4", in its own dtype.
-    Raises ValueError for any other quantisation."""
-    if quantisation == "none":
-        return weight
-    if quantisation in BITS:
-        return round_bits(weight, quantisation)
-    raise ValueError(f"matrix.drafts: {quantisation!r} is not one of {', '.join(QUANTISATIONS)}")
-
-
-@torch.no_grad()
-def rounded_draft(draft: PreTrainedModel, quantisation: str) -> PreTrainedModel:
-    """Return a copy of a draft whose projections are rounded as when served. quantisation: "none", "int8" or "nf4".
-    With int8 the head is rounded too; with nf4 it is not, since bitsandbytes leaves it unchanged. Embeddings are never
-    rounded, even if they share their weights with the head."""
-    network = copy.deepcopy(draft)
-    for weight in draft_projections(network).values():
-        weight.copy_(quantised(weight, quantisation))
-    if quantisation == "int8":
-        for part in linears(network.get_output_embeddings()):  # new tensors: embeddings tied to the head stay whole
-            part.weight = nn.Parameter(quantised(part.weight, quantisation), requires_grad=False)
-    return network
 
 
 def draft_projections(draft: PreTrainedModel) -> dict[str, Tensor]:

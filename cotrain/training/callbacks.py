@@ -20,12 +20,13 @@ from cotrain.board import tags
 from cotrain.board.curves import log
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.ranks import rank
-from cotrain.students.quantised import draft_projections, quantised
+from cotrain.students.quantised import draft_projections
 from cotrain.training.distributed import ends_step, rest, within
 from cotrain.training.interrupts import validates
 from cotrain.training.module import alpha_of, tau_of
 from cotrain.training.progress import Clock, Progress
 from inference.drafts.atomic import new_folder
+from inference.proposers.quantised import round_bits
 
 Measure = Callable[[PreTrainedModel], dict[str, float]]
 Show = Callable[[PreTrainedModel], str]
@@ -147,7 +148,7 @@ class QuantisationAware(Callback):
         if self.own is None:
             own = {f"{name}.weight": weight for name, weight in draft_projections(module.draft).items()}
             self.own = {name: weight.detach().clone() for name, weight in own.items()}
-            _copy({name: quantised(weight, self.kind) for name, weight in own.items()}, module.draft)
+            _copy({name: round_bits(weight, self.kind) for name, weight in own.items()}, module.draft)
 
     def hide(self, module: Any) -> None:
         """Restore the own weights of `module.draft`, in place."""

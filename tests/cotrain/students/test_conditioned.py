@@ -13,12 +13,13 @@ from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.config.settings import judged, learnt
 from cotrain.losses import divergences as losses
-from cotrain.students import quantised
 from cotrain.students.conditioned import ConditionedStudent as Student
+from cotrain.students.quantised import refuse_unknown
 from cotrain.training import preconditions, preflight
 from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
+from studies.quantisation_table import rounded_draft
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.students.test_every_student import teaching, whole
 from tests.draft_folders import bare, draft_folder
@@ -87,8 +88,8 @@ def test_it_begins_as_an_independent_draft_or_goes_on_with_its_scale(tmp_path: P
 
 def test_rounded_weights_keep_their_scale() -> None:
     network = conditioned_near(tiny(hidden=64, dtype=torch.float32))
-    quantised.refuse_unknown(network)
-    other = quantised.rounded_draft(network, "int8")
+    refuse_unknown(network)
+    other = rounded_draft(network, "int8")
     assert torch.equal(other.get_parameter(TABLE), network.get_parameter(TABLE))
     assert not torch.equal(other.lm_head.weight, network.lm_head.weight)
 

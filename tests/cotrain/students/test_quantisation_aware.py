@@ -5,14 +5,14 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from cotrain.cli import main
-from cotrain.students.quantised import quantised, rounded_draft
 from cotrain.training.callbacks import QuantisationAware
 from inference.models.lm import LM
+from inference.proposers.quantised import round_bits
+from studies.quantisation_table import rounded_draft
 from tests.cotrain.commands.test_train import SIZES
 from tests.folders import network, own_texts, target_folder
 
@@ -20,13 +20,10 @@ WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
 
 
 def test_each_quantisation_has_few_numbers_near_the_weights() -> None:
-    assert quantised(WEIGHT, "none") is WEIGHT
-    int8, nf4 = quantised(WEIGHT, "int8"), quantised(WEIGHT, "nf4")
+    int8, nf4 = round_bits(WEIGHT, "int8"), round_bits(WEIGHT, "nf4")
     assert all(len(row.unique()) <= 255 for row in int8) and all(len(part.unique()) <= 16 for part in nf4.view(16, 64))
     errors = [(one - WEIGHT).abs().mean() for one in (int8, nf4)]
     assert 0 < errors[0] < 0.02 and errors[0] < errors[1] < 0.15
-    with pytest.raises(ValueError, match="matrix.drafts: 'int3' is not one of none, int8, nf4"):
-        quantised(WEIGHT, "int3")
 
 
 def test_an_int8_draft_has_the_served_distribution() -> None:

@@ -13,11 +13,13 @@ from transformers import LlamaForCausalLM
 from cotrain.cli import main
 from cotrain.config.groups import Init
 from cotrain.students.base import student_class
-from cotrain.students.quantised import draft_projections, quantised, rounded_draft
+from cotrain.students.quantised import draft_projections
 from cotrain.training import assembly
 from cotrain.training.preconditions import size_of
 from inference import load
 from inference.models.small_heads import LowRank, factors
+from inference.proposers.quantised import round_bits
+from studies.quantisation_table import rounded_draft
 from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.students.test_every_student import IDS, distributions, guesses
 from tests.cotrain.training.test_preconditions import SIZES as RUN
@@ -167,7 +169,7 @@ def test_rounding_is_of_both_matrices_and_of_no_projection() -> None:
     head, before = rounded_draft(network, "int8").lm_head.projection, network.lm_head.projection
     for part in ("up", "down"):
         ours, whole = (getattr(one, part).weight for one in (head, before))
-        assert torch.equal(ours, quantised(whole, "int8")) and not torch.equal(ours, whole)
+        assert torch.equal(ours, round_bits(whole, "int8")) and not torch.equal(ours, whole)
     assert torch.equal(rounded_draft(network, "nf4").lm_head.projection.up.weight, before.up.weight)
 
 

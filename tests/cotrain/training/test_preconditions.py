@@ -18,11 +18,11 @@ from cotrain.config.settings import SCHEMAS
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.errors import UserError
 from cotrain.rollout.training_texts import Sampled, padded
-from cotrain.students.quantised import QUANTISATIONS
 from cotrain.training import assembly
 from cotrain.training.job import Job
 from cotrain.training.preconditions import _counts, refuse_fractions, refuse_minutes, require, require_texts, size_of
 from inference import sampling
+from inference.proposers.quantised import BITS
 from inference.verify.rules import RULES
 from inference.verify.tree import MOST_NODES
 from tests.cotrain.config.test_settings_reach import composed, job_of
@@ -326,7 +326,7 @@ def test_names_and_limits_are_those_of_the_engine() -> None:
         assert known(name) == name
     with pytest.raises(ValueError, match=f"one of {', '.join(RULES)}"):
         known("other")
-    assert {EagleDraft(quantisation=name).quantisation for name in QUANTISATIONS} == {*QUANTISATIONS}
+    assert {EagleDraft(quantisation=name).quantisation for name in ("none", *BITS)} == {"none", *BITS}
 
 
 # numbers that are checked elsewhere, together with others or with what is there, or of which any will do
