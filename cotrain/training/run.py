@@ -19,11 +19,10 @@ from cotrain.errors import UserError
 from cotrain.evaluation import comparison
 from cotrain.evaluation.held_out import DEPTHS, HeldOut
 from cotrain.evaluation.profile import Provenance
-from cotrain.planning import exits
 from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.servers import open_servers
-from cotrain.training import results
+from cotrain.training import exits, results
 from cotrain.training.assembly import foreign, held_out_texts, new_student, prune, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.deadline import PROMPTS, Deadline

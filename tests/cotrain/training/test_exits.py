@@ -13,9 +13,9 @@ import torch
 from cotrain.acceptance import iid_tau
 from cotrain.cli import main
 from cotrain.data.splits import SPLITS
-from cotrain.planning import exits as exit_planner
-from cotrain.planning.exits import TextStates, exit_figures, line_of, moved, rated, read_states
 from cotrain.students.early_exit import candidate_exits
+from cotrain.training import exits as exit_planner
+from cotrain.training.exits import TextStates, exit_figures, line_of, moved, rated, read_states
 from inference import Sampling
 from inference.measure.costs import Costs
 from inference.models.passes import LAST

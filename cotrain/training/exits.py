@@ -12,15 +12,14 @@ N tokens, n tokens of one text, D width, B texts, T tokens of the longest text, 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from cotrain.data.corpora import shipped_ids
-from cotrain.data.splits import SPLITS, Prompts, apart
+from cotrain.data.splits import SPLITS, apart
 from cotrain.planning.forecast import Acceptance, acceptance, forecast
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import costs_of, plain_texts
@@ -28,6 +27,7 @@ from cotrain.ranks import awaited, rank
 from cotrain.students.base import student_class
 from cotrain.students.early_exit import candidate_exits
 from cotrain.teacher.target_model import served
+from cotrain.training.job import Job
 from inference.drafts.atomic import write_atomic
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
@@ -39,30 +39,6 @@ from inference.sampling import certain, probs
 
 FILE = "exit_plan.json"  # in the run's folder, so that a resumed run has the same exit
 Head = Callable[[Tensor], Tensor]
-
-
-class TrainingJob(Protocol):
-    """The part of a training run (`cotrain.training.job.Job`) that the choice of the exit needs."""
-
-    cfg: Any  # TrainConfig; draft.layers is set
-
-    @property
-    def vocabulary(self) -> int: ...
-
-    @property
-    def folder(self) -> Path: ...
-
-    @property
-    def target(self) -> PreTrainedModel: ...
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase: ...
-
-    def source(self, split: str) -> Any:
-        """Return the source of prompts for a split ("train", "held_out" or "final")."""
-
-    def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> Plan:
-        """Return the plan for a measurement of `draft` on these prompts; None for a draft that is not measured."""
 
 
 class TextStates(NamedTuple):
@@ -163,7 +139,7 @@ def read_states(
     return rows, head
 
 
-def exit_plan(job: TrainingJob, layers: int) -> Plan:
+def exit_plan(job: Job, layers: int) -> Plan:
     """Return a plan to measure an untrained exit after `layers` decoder layers, on the run's ranking prompts."""
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
@@ -176,7 +152,7 @@ def exit_plan(job: TrainingJob, layers: int) -> Plan:
     return job.plan_with(network, given)
 
 
-def exits(job: TrainingJob) -> list[dict[str, Any]]:
+def exits(job: Job) -> list[dict[str, Any]]:
     """Return one rating for each exit to choose from: a dictionary with its number of layers, acceptance, draft length,
     tau, cost and speed-up (`rated`)."""
     layers = candidate_exits(len(decoder_layers(job.target)))
@@ -191,7 +167,7 @@ def exits(job: TrainingJob) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_exits(job: TrainingJob) -> dict[str, Any] | None:
+def plan_exits(job: Job) -> dict[str, Any] | None:
     """Choose draft.layers if it is null: set it in the job's settings, in place, print the ratings of the exits, and
     return them with the choice. Return None if there is nothing to choose: for other kinds, if draft.layers is set, and
     for init=pretrained, which fixes the exit.
@@ -199,7 +175,7 @@ def plan_exits(job: TrainingJob) -> dict[str, Any] | None:
     Among exits with equal speed-up, the one with the fewest layers is chosen. The choice is written to the run's
     folder, where a resumed run and the other processes of the run read it.
     """
-    draft = job.cfg.draft
+    draft: Any = job.cfg.draft
     if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":
         return None
     path = job.folder / FILE
