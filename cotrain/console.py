@@ -37,7 +37,6 @@ def strict(answer: Any) -> Any:
 
 EVERY = 30.0  # seconds between lines, without a terminal
 SHORT = 5.0  # seconds; a brief job that ends sooner prints nothing
-Say = Callable[[str], None]
 
 
 class Display:
@@ -49,28 +48,20 @@ class Display:
         total: the number of units in the whole job.
         unit: the name of a unit, for example "texts".
         start_at: the number of units that were done before.
-        say: a function that receives each line; None: lines are printed.
         hidden: True to print nothing.
         brief: True to print lines without a bar, and no line if the job ends within `SHORT` seconds. This is for a job
             inside another job.
     """
 
     def __init__(
-        self,
-        title: str,
-        total: float,
-        unit: str,
-        start_at: float = 0,
-        say: Say | None = None,
-        hidden: bool = False,
-        brief: bool = False,
+        self, title: str, total: float, unit: str, start_at: float = 0, hidden: bool = False, brief: bool = False
     ) -> None:
-        self.title, self.total, self.unit, self.start_at, self.say = title, total, unit, start_at, say
+        self.title, self.total, self.unit, self.start_at = title, total, unit, start_at
         self.start = self.last_shown = time.monotonic()
         self.brief = brief
         self.done, self.note, self.hidden = start_at, "", hidden
         self.bar: Progress | None = None
-        if say is None and not hidden and not brief and sys.stdout.isatty():
+        if not hidden and not brief and sys.stdout.isatty():
             self._open(Console(file=sys.stdout))
 
     def __enter__(self) -> Self:
@@ -86,8 +77,6 @@ class Display:
         self.total = self.total if total is None else total
         if self.bar:
             self.bar.update(self.bar.task_ids[0], completed=done, total=self.total, note=self.note, count=self._count())
-        elif self.say:
-            self.say(self.line())
         elif not self.hidden and self._due(done):
             self.last_shown = time.monotonic()
             print(self.line(), flush=True)

@@ -35,7 +35,7 @@ def run(cfg: RolloutConfig) -> None:
         prompts.prompts(asked.texts if cfg.kind == "train" else asked.held_out_texts, asked.prompt_tokens, asked.seed)
         target, tokenizer = loaded or models(cfg)
         texts = sampled_texts(cfg, target, tokenizer, folder, cfg.draft.path)
-        path = texts.sample(cfg.kind, sampling(cfg.regime), prompts, keep=True)
+        path = texts.sample(cfg.kind, sampling(cfg.regime), prompts.prompts, keep=True)
         if asked.url:
             read, head = served(target, ids_of(tokenizer))
             some = padded(read_rows(path), start_of(target)).spread(CHECKED)

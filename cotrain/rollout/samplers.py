@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.console import Display, Say
+from cotrain.console import Display
 from cotrain.errors import UserError
 from inference import Engine, Sampling
 from inference.drafts.atomic import naming_full_disk, write_atomic
@@ -144,7 +144,6 @@ def collect(
     new_tokens: int,
     seed: int,
     partial: Path,
-    say: Say | None = None,
     keys: Sequence[int] | None = None,
     seconds: float | None = None,
     title: str = "texts",
@@ -155,7 +154,6 @@ def collect(
 
     Args:
         partial: the file to which each finished batch is appended. If it exists, sampling continues after its last row.
-        say: a function that receives one line per batch; None: a progress bar is shown.
         keys: one number per prompt, for the random numbers; None for the index of each prompt. A resumed run thus
             samples the same texts as an uninterrupted one.
         seconds: a time limit, or None. After the first batch, no batch is started that is expected to end later, so
@@ -169,7 +167,7 @@ def collect(
     rows = _whole_lines(partial)
     first, clock = len(rows), time.perf_counter()
     size = sampler.rows if seconds else CALL * sampler.rows
-    display = Display(title, len(asked), "texts", first, say)
+    display = Display(title, len(asked), "texts", first)
     with display, naming_full_disk(partial), partial.open("a", encoding="utf-8") as file:
         while len(rows) < len(asked):
             chosen = order[len(rows) : len(rows) + size]

@@ -21,7 +21,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.console import Say
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import start_token
 from cotrain.data.rows import Message, Reader
@@ -163,10 +162,9 @@ class SelfPrompts:
     def path(self) -> Path:
         return self.folder / f"{NAME}.jsonl"
 
-    def file(self, by: Callable[[], Sampler], say: Say | None = None) -> Path:
+    def file(self, by: Callable[[], Sampler]) -> Path:
         """Return the path of the file of prompts. If the file does not have enough prompts of this target, they are
-        sampled first. by: returns the sampler. say: receives a line with the numbers of sampled, kept and dropped
-        prompts; None: it is printed.
+        sampled first. by: returns the sampler. A line with the numbers of sampled, kept and dropped prompts is printed.
 
         Only the first of several processes samples. An interrupted call is continued by the next one. Raises UserError
         if a split gets no prompt.
@@ -176,11 +174,11 @@ class SelfPrompts:
             awaited(lambda: self._fits(about), "the process that samples prompts")
             return self.path
         if not self._fits(about):
-            rows, counts = self._sampled(by(), say)
+            rows, counts = self._sampled(by())
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
             write_atomic(about, json.dumps(self._origin() | {"counts": counts}, indent=2) + "\n")
             self._partial.unlink(missing_ok=True)
-        (say or print)(counts_line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
+        print(counts_line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
         return self.path
 
     @property
@@ -212,7 +210,7 @@ class SelfPrompts:
         same = {**stored, "wanted": asked["wanted"]} == asked
         return same and (enough or stored["wanted"] == asked["wanted"])
 
-    def _sampled(self, sampler: Sampler, say: Say | None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def _sampled(self, sampler: Sampler) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         """Sample until each split has enough prompts, and filter them. Return the rows, and the counts for
         `counts_line`. Raises UserError if a split stays empty."""
         turns = openings(self.template)
@@ -230,7 +228,6 @@ class SelfPrompts:
                 self.tokens,
                 self.seed,
                 self._partial,
-                say,
                 seconds=self.seconds,
                 title="prompts of the target",
                 window=1,  # more may be asked for

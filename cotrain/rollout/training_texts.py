@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cotrain.console import Say
 from cotrain.data.fingerprints import identity, said_differences
 from cotrain.data.prompt_rows import PromptRows, Row
 from cotrain.data.texts import NO_ID, Texts
@@ -30,23 +29,9 @@ from inference.drafts.gguf_target import sha256
 from inference.drafts.weight_files import read_json
 from inference.request import ends_of, source_limits
 
-
-class HasPrompts(Protocol):
-    """An object with prompts to continue: a data source, or the prompts of existing texts (`SamePrompts`)."""
-
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        """Return pairs (domain, token ids of a prompt): at most `count` per domain, each with at most `tokens` tokens.
-        seed: of the random choice."""
-
-
-@dataclass(frozen=True)
-class SamePrompts:
-    """The prompts of existing texts. The method `prompts` returns all of them, whatever its arguments are."""
-
-    texts: Texts
-
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
-        return list(zip(self.texts.domain, self.texts.prompts, strict=True))
+# (count, tokens, seed) -> pairs (domain, token ids of a prompt): at most `count` per domain, each with at most `tokens`
+# tokens. seed: of the random choice
+Asked = Callable[[int, int, int], list[tuple[str, list[int]]]]
 
 
 FEATURES = datasets.Features(
@@ -140,30 +125,26 @@ class Sampled:
     minutes: float | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
-    def texts(self, kind: str, sampling: Sampling, source: Callable[[], HasPrompts], say: Say | None = None) -> Texts:
+    def texts(self, kind: str, sampling: Sampling, prompts: Asked) -> Texts:
         """Return the texts of a regime, stored ones if they fit the settings, otherwise new ones, which are stored too.
 
-        sampling: the regime. source: a function that returns the prompts, called only if texts must be sampled. say:
-        receives each line of progress; None: lines are printed. Raises UserError if all new texts are empty, and
-        ValueError if a stored file is broken.
+        sampling: the regime. prompts: a function that returns the prompts, called only if texts must be sampled. Raises
+        UserError if all new texts are empty, and ValueError if a stored file is broken.
         """
         for place in (folder("data") / "rollouts", self.folder):
             path = place / name(kind, sampling)
             if self._fits(path, kind, sampling):
                 return padded(read_rows(path), start_of(self.target))
         if other := self._apart(self.folder / name(kind, sampling), kind, sampling):
-            (say or print)(f"new texts are sampled, since the stored ones do not fit: {other}")
-        return padded(read_rows(self.sample(kind, sampling, source(), say)), start_of(self.target))
+            print(f"new texts are sampled, since the stored ones do not fit: {other}")
+        return padded(read_rows(self.sample(kind, sampling, prompts)), start_of(self.target))
 
-    def sample(
-        self, kind: str, sampling: Sampling, source: HasPrompts, say: Say | None = None, keep: bool = False
-    ) -> Path:
+    def sample(self, kind: str, sampling: Sampling, prompts: Asked, keep: bool = False) -> Path:
         """Sample a set, store it as path.parquet and path.json, and return the path without an extension. If a call is
         interrupted, the next call continues.
 
-        sampling: the regime. source: has the prompts. say: receives each line of progress; None: lines are printed.
-        keep: True to use a stored set of the same settings instead, and to rename a stored set of other settings
-        instead of replacing it.
+        sampling: the regime. prompts: a function that returns the prompts. keep: True to use a stored set of the same
+        settings instead, and to rename a stored set of other settings instead of replacing it.
 
         Only the first of several processes samples; the others wait for the file. Raises UserError if all texts are
         empty.
@@ -177,7 +158,7 @@ class Sampled:
             print(f"{beside(path, 'parquet')} has these texts already: nothing is sampled")
             return path
         partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
-        asked = source.prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
+        asked = prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
             print(
                 f"rollout.{'held_out_' * (kind != 'train')}texts={self.ask.texts[kind]}: there are only {len(asked)} "
@@ -192,7 +173,6 @@ class Sampled:
             self.ask.new_tokens,
             self.seed,
             partial,
-            say,
             order,
             self.seconds.get(kind),
             f"{'texts' if kind == 'train' else 'held-out texts'} at temperature {sampling.temperature:g}",

@@ -29,7 +29,7 @@ from cotrain.errors import UserError
 from cotrain.rollout.sampled_states import SampledStates
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
 from cotrain.rollout.self_prompts import LONGEST, SelfPrompts, needed
-from cotrain.rollout.training_texts import SamePrompts, Sampled, logged, start_of
+from cotrain.rollout.training_texts import Sampled, logged, start_of
 from cotrain.students.base import LAST
 from cotrain.teacher.server_states import load_ends, served_elsewhere
 from cotrain.teacher.servers import servers_at
@@ -65,7 +65,7 @@ class Job:
     sampled_prompts: the prompts that the target sampled for data=self, one JSON row per line; None for other prompts.
     train_texts: the training texts, if another target sampled them. This target's held-out texts then continue the
     other target's held-out prompts.
-    shape: how the draft's layers were chosen, the result of `planning.exits.plan_exits`; None if nothing was chosen.
+    shape: how the draft's layers were chosen, the result of `exits.plan_exits`; None if nothing was chosen.
     """
 
     cfg: TrainConfig
@@ -82,7 +82,7 @@ class Job:
     deadline: Deadline = field(default_factory=Deadline)
     sampled_prompts: str | None = None
     train_texts: Sampled | None = None
-    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `planning.exits`
+    shape: dict[str, Any] | None = None  # how the layers of the draft were chosen, see `exits.plan_exits`
 
     @cached_property
     def halves(self) -> tuple[Reader, Head]:
@@ -192,13 +192,13 @@ class Job:
         data, regime = self.cfg.data, self.cfg.regime
         if data.on_target and temperature == regime.temperature and self.chats:
             return self.given(split)
-        asked, source = sampling(regime, temperature), partial(self.source, split)
-        if self.train_texts is None:
-            return self.sampled().texts(split, asked, source)
-        others = partial(self.train_texts.texts, split, asked, source)
-        if split == "train":
+        asked, sampled = sampling(regime, temperature), self.train_texts or self.sampled()
+        others = partial(sampled.texts, split, asked, lambda *ask: self.source(split).prompts(*ask))
+        if split == "train" or self.train_texts is None:
             return others()
-        return self.sampled().texts(split, asked, lambda: SamePrompts(others()))
+        return self.sampled().texts(
+            split, asked, lambda *_: list(zip((one := others()).domain, one.prompts, strict=True))
+        )
 
     def plan(self, draft: PreTrainedModel) -> measurement.Plan:
         """Return a plan to measure a draft with the run's prompts."""

@@ -85,15 +85,14 @@ def test_a_resumed_training_begins_where_the_run_does(seconds: list[float], caps
     assert lines[-1] == "training: 100/100 steps, loss 2.000, acceptance 0.500" and bar.display is None
 
 
-def test_a_timing_says_how_near_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_timing_says_how_near_it_is() -> None:
     display = TimingDisplay(4, math.inf)
-    said: list[str] = []
-    display.say = said.append
     display.turned(1)
+    said = display.line()
+    assert said.startswith("bench: timing: 1/4 batches") and said.endswith("left, no interval yet")
     display.known(2, 0.25)
     display.turned(2)
-    assert said[0].startswith("bench: timing: 1/4 batches") and said[0].endswith("left, no interval yet")
-    assert said[1].endswith("left, interval within 25 % of the speed-up")
+    assert display.line().endswith("left, interval within 25 % of the speed-up")
     assert TimingDisplay(4, console.time.perf_counter() + 60).line().startswith("bench: timing: 0/60 s at most")
 
 

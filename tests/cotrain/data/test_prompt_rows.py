@@ -97,7 +97,7 @@ def test_the_context_that_is_learnt_from_is_the_one_that_is_served(tmp_path: Pat
     engine.generate = spied  # type: ignore[method-assign]
     ask = Ask({"train": 3}, 64, 4)
     made = Sampled(target, words, tmp_path, ask, 4, 0, {"train": "own"}, by=lambda: Own(engine))
-    texts = made.texts("train", Sampling(0.0), lambda: source, lambda _: None)
+    texts = made.texts("train", Sampling(0.0), source.prompts)
     engine.generate = generate  # type: ignore[method-assign]
     asked = [words.decode(ids[1:]) for ids in served]
     assert len(asked) == 3 and set(asked) <= set(TEXTS) and served == [words(text)["input_ids"] for text in asked]

@@ -4,7 +4,9 @@ import copy
 import json
 import os
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +65,16 @@ def kept(target: LlamaForCausalLM, words: PreTrainedTokenizerFast, data: Data, t
 
 def anew(one: Sampled) -> tuple[bool, str]:
     """Whether texts are sampled though some are kept, and what is said of it."""
-    said: list[str] = []
     asked: list[int] = []
 
-    def source() -> Any:
+    def prompts(*ask: int) -> list[tuple[str, list[int]]]:
         asked.append(1)
-        return training_texts.PromptRows([{"domain": "a", "prompt": [i, 5], "completion": []} for i in range(9)])
+        rows = [{"domain": "a", "prompt": [i, 5], "completion": []} for i in range(9)]
+        return training_texts.PromptRows(rows).prompts(*ask)
 
-    one.texts("train", Sampling(1.0), source, said.append)
-    return bool(asked), said[0] if said else ""
+    with redirect_stdout(StringIO()) as said:
+        one.texts("train", Sampling(1.0), prompts)
+    return bool(asked), said.getvalue().partition("\n")[0]
 
 
 def test_unchanged_they_are_used(data: Data, tmp_path: Path) -> None:
@@ -215,14 +218,14 @@ def test_the_shipped_texts_are_what_the_defaults_ask_for(tmp_path: Path) -> None
     fill_prompt_tokens(cfg, target, timed(cfg.bench), {})
     found = sampled_texts(cfg, target, words, tmp_path)
     for kind, t in shipped:
-        texts = found.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+        texts = found.texts(kind, Sampling(t), lambda *_: 1 / 0)  # type: ignore[arg-type, return-value]
         assert len(texts) == 3 * (cfg.rollout.texts if kind == "train" else cfg.rollout.held_out_texts)
     cfg.data.bytes = dict(cfg.data.bytes) | {"prose": 0}
     cfg.data.held_out_bytes = dict(cfg.data.held_out_bytes) | {"prose": 0}
     other = replace(found, source=sampled_texts(cfg, target, words, tmp_path).source)
     for kind, t in shipped:
         with pytest.raises(ZeroDivisionError):
-            other.texts(kind, Sampling(t), lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+            other.texts(kind, Sampling(t), lambda *_: 1 / 0)  # type: ignore[arg-type, return-value]
 
 
 def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -1,6 +1,8 @@
 """Texts sampled from the target: prompts, interruption, and which kept sets serve."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from cotrain.console import Display
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.sources import Blocks
 from cotrain.data.texts import Learnt, of_blocks
@@ -60,38 +63,40 @@ def sampled(target: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.Monkey
     return Sampled(target, tokenizer(), tmp_path / "own", ask, rows=2, seed=1, source=source)
 
 
-def quiet(_: str) -> None:
-    pass
+@contextmanager
+def killed_after(batches: int) -> Iterator[None]:
+    """A process that dies of what it shows of its last batch."""
+    left = [batches]
 
-
-def killed_after(lines: int) -> object:
-    """What is told of progress, until the process dies of it."""
-    left = [lines]
-
-    def say(_: str) -> None:
+    def to(*_: Any) -> None:
         left[0] -= 1
         if not left[0]:
             raise Killed
 
-    return say
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Display, "to", to)
+        yield
 
 
-def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(target: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_an_interrupted_collection_goes_on_as_if_it_had_not_been(
+    target: LlamaForCausalLM, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = [("a", [5 + i, 6, 7]) for i in range(3 * CALL - 1)]
 
-    def run(partial: Path, say: object = quiet, rows: int = 1) -> list[dict]:
-        return collect(Own(Engine(target, rows=rows)), asked, WARM, 6, 0, partial, say)
+    def run(partial: Path, rows: int = 1) -> list[dict]:
+        return collect(Own(Engine(target, rows=rows)), asked, WARM, 6, 0, partial)
 
     whole = run(tmp_path / "whole.jsonl")
     assert [row["prompt"] for row in whole] == [prompt for _, prompt in asked]
     assert len({tuple(row["completion"]) for row in whole}) > 3
-    with pytest.raises(Killed):
-        run(tmp_path / "partial.jsonl", killed_after(2))
+    with killed_after(2):
+        run(tmp_path / "partial.jsonl")
     with (tmp_path / "partial.jsonl").open("a") as file:
         file.write('{"domain": "a", "prom')  # cut short by its death
-    said: list[str] = []
-    assert run(tmp_path / "partial.jsonl", said.append, rows=3) == whole
-    assert len(said) == 1 and "11/11" in said[0]
+    capsys.readouterr()
+    assert run(tmp_path / "partial.jsonl", rows=3) == whole
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and "11/11" in said
     assert (tmp_path / "partial.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
@@ -102,7 +107,7 @@ def test_prompts_of_a_window_are_sampled_longest_first_with_their_own_numbers(
     plain = {
         tuple(prompt): Own(Engine(target, rows=1))([prompt], WARM, 6, 0, [i])[0] for i, (_, prompt) in enumerate(asked)
     }
-    rows = collect(Own(Engine(target, rows=2)), asked, WARM, 6, 0, tmp_path / "p.jsonl", quiet, window=4)
+    rows = collect(Own(Engine(target, rows=2)), asked, WARM, 6, 0, tmp_path / "p.jsonl", window=4)
     lengths = [len(row["prompt"]) for row in rows]
     assert lengths == [5, 4, 2, 1, 4, 3, 1] and sorted(row["prompt"][0] for row in rows) == list(range(5, 12))
     assert all(row["completion"] == plain[tuple(row["prompt"])] for row in rows)
@@ -124,7 +129,7 @@ def test_sampling_ends_with_its_seconds(
 
     for seconds, count in ((None, 9), (1000.0, 9), (39.0, 6), (30.0, 6), (1.0, 2)):
         sampler = Slow(Engine(target, rows=2))
-        rows = collect(sampler, asked, WARM, 2, 0, tmp_path / f"{seconds}", quiet, None, seconds)
+        rows = collect(sampler, asked, WARM, 2, 0, tmp_path / f"{seconds}", None, seconds)
         assert [row["prompt"] for row in rows] == [prompt for _, prompt in asked[:count]]
     assert sizes == [8, 1, 2, 7, *[2] * 7]
 
@@ -135,17 +140,17 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     prompts = PromptRows([{"domain": "ab"[i >= 5], "prompt": [5 + i, 6], "completion": []} for i in range(8)])
     whole = Sampled(target, tokenizer(), tmp_path, Ask({"train": 5}, 4, 3), 2, 1, {"train": "own"})
     short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
-    path = short.sample("train", WARM, prompts, quiet)
+    path = short.sample("train", WARM, prompts.prompts)
     assert [row["domain"] for row in training_texts.read_rows(path)] == ["a", "b"]
     assert short._fits(path, "train", WARM)
     assert not whole._fits(path, "train", WARM) and not replace(short, minutes=4.0)._fits(path, "train", WARM)
-    path = replace(short, seconds={"train": 1e9}).sample("train", WARM, prompts, quiet)
+    path = replace(short, seconds={"train": 1e9}).sample("train", WARM, prompts.prompts)
     domains = [row["domain"] for row in training_texts.read_rows(path)]
     assert sorted(domains) == ["a"] * 5 + ["b"] * 3 and domains[:4] == ["a", "b", "a", "b"]
     assert all(one._fits(path, "train", WARM) for one in (whole, short))
     before = path.with_name(f"{path.name}.parquet").read_bytes()
-    whole.sample("train", WARM, cast(Any, None), quiet, keep=True)  # stored: nothing is sampled
-    other = replace(whole, seed=2).sample("train", WARM, prompts, quiet, keep=True)
+    whole.sample("train", WARM, cast(Any, None), keep=True)  # stored: nothing is sampled
+    other = replace(whole, seed=2).sample("train", WARM, prompts.prompts, keep=True)
     kept = path.with_name(f"{path.name}-1")
     assert kept.with_name(f"{kept.name}.parquet").read_bytes() == before and whole._fits(kept, "train", WARM)
     assert other == path and replace(whole, seed=2)._fits(path, "train", WARM)
@@ -153,9 +158,9 @@ def test_a_budget_leaves_some_of_every_domain(target: LlamaForCausalLM, tmp_path
     kept.with_name(f"{kept.name}.json").rename(path.with_name(f"{path.name}.json"))
     stored.write_bytes(before[: len(before) // 2])
     with pytest.raises(ValueError, match=f"{stored} cannot be read .*: delete it and {path.name}.json"):
-        whole.sample("train", WARM, cast(Any, None), quiet, keep=True)
+        whole.sample("train", WARM, cast(Any, None), keep=True)
     path.with_name(f"{path.name}.json").unlink()
-    assert whole.sample("train", WARM, prompts, quiet, keep=True) == path and whole._fits(path, "train", WARM)
+    assert whole.sample("train", WARM, prompts.prompts, keep=True) == path and whole._fits(path, "train", WARM)
     assert kept.with_name(f"{kept.name}.parquet").is_file()
     stored.unlink()
     assert not whole._fits(path, "train", WARM)
@@ -165,13 +170,13 @@ def test_a_budget_leaves_some_of_a_domain_of_short_prompts(target: LlamaForCausa
     rows = [{"domain": "ab"[i >= 5], "prompt": [5 + i] * (3 - 2 * (i >= 5)), "completion": []} for i in range(8)]
     whole = Sampled(target, tokenizer(), tmp_path, Ask({"train": 5}, 4, 3), 2, 1, {"train": "own"})
     short = replace(whole, minutes=3.0, seconds={"train": 1e-9})
-    path = short.sample("train", WARM, PromptRows(rows), quiet)
+    path = short.sample("train", WARM, PromptRows(rows).prompts)
     assert [row["domain"] for row in training_texts.read_rows(path)] == ["a", "b"]
 
 
 def test_completions_keep_their_end_and_stop_there(target: LlamaForCausalLM, tmp_path: Path) -> None:
     asked = [("a", [5 + i % 200]) for i in range(60)]
-    rows = collect(Own(Engine(target, rows=60)), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl", quiet)
+    rows = collect(Own(Engine(target, rows=60)), asked, Sampling(3.0), 40, 0, tmp_path / "p.jsonl")
     ended = [row["completion"] for row in rows if 3 in row["completion"]]
     assert ended and all(text.index(3) == len(text) - 1 for text in ended)
     assert all(len(row["completion"]) == 40 for row in rows if 3 not in row["completion"])
@@ -204,33 +209,32 @@ def test_more_texts_than_prompts_are_said(
 ) -> None:
     for texts in (6, 7):
         asked = replace(sampled, ask=replace(sampled.ask, texts={"train": texts}))
-        asked.sample("train", WARM, prompts, quiet, keep=True)
+        asked.sample("train", WARM, prompts.prompts, keep=True)
         said = "rollout.texts=7: there are only 6 prompts, and each is continued once\n"
         assert (said in capsys.readouterr().out) == (texts == 7)
 
 
 def test_what_was_begun_with_other_settings_is_not_mixed_in(sampled: Sampled, prompts: PromptRows) -> None:
     whole = training_texts.read_rows(
-        replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts, quiet)
+        replace(sampled, folder=sampled.folder.parent / "whole").sample("train", WARM, prompts.prompts)
     )
-    with pytest.raises(Killed):
-        replace(sampled, seed=2).sample("train", WARM, prompts, killed_after(1))
-    with pytest.raises(Killed):
-        sampled.sample("train", WARM, prompts, killed_after(1))
-    assert training_texts.read_rows(sampled.sample("train", WARM, prompts, quiet)).to_list() == whole.to_list()
+    for one in (replace(sampled, seed=2), sampled):
+        with killed_after(1):
+            one.sample("train", WARM, prompts.prompts)
+    assert training_texts.read_rows(sampled.sample("train", WARM, prompts.prompts)).to_list() == whole.to_list()
 
 
 def test_what_was_sampled_outlives_a_failed_save(
-    sampled: Sampled, prompts: PromptRows, monkeypatch: pytest.MonkeyPatch
+    sampled: Sampled, prompts: PromptRows, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(training_texts, "save_rows", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        sampled.sample("train", WARM, prompts, quiet)
+        sampled.sample("train", WARM, prompts.prompts)
     monkeypatch.undo()
-    said: list[str] = []
     monkeypatch.setattr(training_texts, "folder", lambda _: sampled.folder)
-    sampled.sample("train", WARM, prompts, said.append)
-    assert said == []
+    capsys.readouterr()
+    sampled.sample("train", WARM, prompts.prompts)
+    assert capsys.readouterr().out == ""
 
 
 def test_every_position_of_a_corpus_block_counts() -> None:

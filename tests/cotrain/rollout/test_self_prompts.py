@@ -278,7 +278,7 @@ class TestFilters:
 class TestFile:
     def test_the_target_continues_the_opening_until_the_turn_ends(self, tmp_path: Path) -> None:
         sampler = Scripted(messages(40))
-        asked(tmp_path, seed=7).file(sampler.by(), say=print)
+        asked(tmp_path, seed=7).file(sampler.by())
         known = [one.ids for one in openings(CHAT)]
         assert all(prompt in known for prompt in sampler.prompts) and OPENED.ids in sampler.prompts
         assert set(sampler.sampling.stop_ids) == OPENED.ends and sampler.sampling.temperature == 1
@@ -286,7 +286,7 @@ class TestFile:
 
     def test_every_split_has_as_many_as_are_wanted_as_a_run_reads_them(self, tmp_path: Path) -> None:
         wanted = needed(30, 6, 4)
-        path = asked(tmp_path, wanted).file(Scripted(messages(900)).by(), say=print)
+        path = asked(tmp_path, wanted).file(Scripted(messages(900)).by())
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
         sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
         sizes = [len(source.prompts(10**6, 9999, 0)) for source in sources]
@@ -298,7 +298,7 @@ class TestFile:
     def test_more_are_asked_for_while_filters_drop_many(self, tmp_path: Path) -> None:
         good = messages(2000)
         half = [written("no end", end=False) if i // 2 % 2 else good[i] for i in range(2000)]
-        asked(tmp_path).file(Scripted(half).by(), say=print)
+        asked(tmp_path).file(Scripted(half).by())
         counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
         assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["unfinished"] - counts["asked"]) <= 2
 
@@ -319,18 +319,18 @@ class TestFile:
         with pytest.raises(
             UserError, match=r"0 kept .* dropped: \d+ unfinished; none for the split train, held_out, final"
         ):
-            asked(tmp_path).file(sampler.by(), say=print)
+            asked(tmp_path).file(sampler.by())
         first = max(20 / 0.9, 2 / 0.05)
         assert len(sampler.keys) <= MOST * (first + 1) + sampler.rows
 
     def test_the_same_seed_gives_the_same_file_and_is_not_sampled_again(self, tmp_path: Path) -> None:
         first, again = Scripted(messages(300)), Scripted(messages(300))
-        path = asked(tmp_path / "a").file(first.by(), say=print)
-        assert asked(tmp_path / "a").file(again.by(), say=print) == path and not again.keys
+        path = asked(tmp_path / "a").file(first.by())
+        assert asked(tmp_path / "a").file(again.by()) == path and not again.keys
         (tmp_path / "a" / "self_prompts.json").unlink()
-        asked(tmp_path / "a").file(again.by(), say=print)  # a file without its counts
+        asked(tmp_path / "a").file(again.by())  # a file without its counts
         assert again.keys
-        other = asked(tmp_path / "b").file(Scripted(messages(300)).by(), say=print)
+        other = asked(tmp_path / "b").file(Scripted(messages(300)).by())
         assert other.read_bytes() == path.read_bytes()
 
     @pytest.mark.parametrize(
@@ -340,35 +340,35 @@ class TestFile:
         self, changed: dict[str, Any], tmp_path: Path
     ) -> None:
         whole = {"identity": {"weights": "a"}, "wanted": needed(20, 2, 2), "seed": 1}
-        SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by(), say=print)
+        SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by())
         sampler = Scripted(messages(300))
-        SelfPrompts(CHAT, tmp_path, **whole | changed).file(sampler.by(), say=print)
+        SelfPrompts(CHAT, tmp_path, **whole | changed).file(sampler.by())
         assert sampler.keys
 
     def test_a_run_that_needs_fewer_of_them_reads_the_same_file(self, tmp_path: Path) -> None:
         """As a run with measure=true after one with measure=false, if there are enough to measure on."""
-        path = asked(tmp_path, needed(40, 2, 0)).file(Scripted(messages(300)).by(), say=print)
+        path = asked(tmp_path, needed(40, 2, 0)).file(Scripted(messages(300)).by())
         splits = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]["splits"]
         sampler, before = Scripted(messages(300)), path.read_bytes()
-        asked(tmp_path, needed(20, 1, splits["final"])).file(sampler.by(), say=print)
+        asked(tmp_path, needed(20, 1, splits["final"])).file(sampler.by())
         assert not sampler.keys and path.read_bytes() == before
-        asked(tmp_path, needed(20, 1, splits["final"] + 1)).file(sampler.by(), say=print)
+        asked(tmp_path, needed(20, 1, splits["final"] + 1)).file(sampler.by())
         assert sampler.keys
 
     def test_an_interrupted_sampling_goes_on(self, tmp_path: Path) -> None:
-        whole = asked(tmp_path / "whole").file(Scripted(messages(300)).by(), say=print)
+        whole = asked(tmp_path / "whole").file(Scripted(messages(300)).by())
         with pytest.raises(KeyboardInterrupt):
-            asked(tmp_path / "parts").file(Scripted(messages(300), stops=2).by(), say=print)
+            asked(tmp_path / "parts").file(Scripted(messages(300), stops=2).by())
         rest = Scripted(messages(300))
-        path = asked(tmp_path / "parts").file(rest.by(), say=print)
+        path = asked(tmp_path / "parts").file(rest.by())
         assert rest.keys[0] == CALL * Scripted.rows and path.read_bytes() == whole.read_bytes()
         assert {one.name for one in (tmp_path / "parts").iterdir()} == {"self_prompts.json", "self_prompts.jsonl"}
 
     def test_the_first_process_samples_for_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = asked(tmp_path).file(Scripted(messages(300)).by(), say=print)
+        path = asked(tmp_path).file(Scripted(messages(300)).by())
         monkeypatch.setattr(self_prompts, "rank", lambda: 1)
         sampler = Scripted(messages(300))
-        assert asked(tmp_path).file(sampler.by(), say=print) == path and not sampler.keys
+        assert asked(tmp_path).file(sampler.by()) == path and not sampler.keys
 
 
 def data_of(path: Path) -> Data:

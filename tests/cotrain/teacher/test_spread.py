@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,11 +211,10 @@ def test_one_process_on_each_of_two_machines_shares_the_target() -> None:
 def test_processes_that_share_a_target_do_not_sample(tmp_path: Path) -> None:
     cfg = typed(composed("trainer.devices=2", "target.device_map=auto", "rollout.temperatures=[0.5]"))
     texts = sampled_texts(cfg, network(), tokenizer(), tmp_path)
-    prompts = SimpleNamespace(prompts=lambda *_: [("own", [5, 6])])
     with pytest.raises(
         UserError, match="with kind=train regime.temperature=1 and kind=held_out regime.temperature=0.5 "
     ):
-        texts.sample("train", Sampling(1.0), prompts)
+        texts.sample("train", Sampling(1.0), lambda *_: [("own", [5, 6])])
 
 
 def test_states_are_read_in_step() -> None:
