@@ -27,7 +27,7 @@ from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cotrain.config.settings import register
-from cotrain.data.sources import embedded_texts, pack_blocks
+from cotrain.data.sources import embedded_texts
 from cotrain.training.assembly import trained_by
 from cotrain.training.deadline import Deadline
 from cotrain.training.job import Job
@@ -39,6 +39,7 @@ from cotrain.training.run import train
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 from studies.pretrain import pretraining
+from studies.pretrain.blocks import blocks_of
 from studies.training_rates import config
 
 SPACE = "\u2581"
@@ -83,7 +84,7 @@ def donor(folder: Path, minutes: float, bytes: dict[str, int], shape: dict[str, 
     sentencepiece(texts[0]["text"], VOCABULARY).save_pretrained(folder / "donor")
     words = AutoTokenizer.from_pretrained(folder / "donor")
     # a text ends with </s>: the tokenizer adds no <s>
-    learnt, held_out = (pack_blocks(part, words, BLOCK + 1) for part in texts)
+    learnt, held_out = (blocks_of(part, words, BLOCK + 1) for part in texts)
     width, layers, intermediate, _, kv_heads = shape.values()
     network = pretraining.llama(len(words), width, layers, intermediate, kv_heads, CONTEXT, shape["head_dim"])
     for name in ("bos", "eos", "pad"):

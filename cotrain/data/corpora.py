@@ -14,7 +14,7 @@ import pydoc_data.topics
 import random
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -109,17 +109,6 @@ def text_pieces(text: str) -> list[str]:
             cuts.append("".join(lines))
             lines, size = [], 0
     return [piece for piece in [*cuts, "".join(lines)] if piece.strip()]
-
-
-def manifest(documents: Iterable[Document]) -> dict[str, int | str]:
-    """Return the number of documents ("files"), their total size in bytes of UTF-8 ("bytes"), and a hash of their texts
-    in this order ("hash")."""
-    digest, files, size = hashlib.blake2b(digest_size=16), 0, 0
-    for document in documents:
-        data = document.text.encode()
-        digest.update(data)
-        files, size = files + 1, size + len(data)
-    return {"files": files, "bytes": size, "hash": digest.hexdigest()}
 
 
 def _code(held_out: bool) -> Iterator[Document]:

@@ -13,7 +13,7 @@ import lzma
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from typing import Any
 import datasets
 import pyarrow.parquet
 import torch
-from torch.utils.data import Dataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from cotrain.config.groups import Data
@@ -43,6 +42,7 @@ from cotrain.data.rows import (
 )
 from cotrain.data.sequence_tasks import embedded_pairs
 from cotrain.data.splits import PART, in_split
+from cotrain.data.texts import Texts
 from cotrain.errors import first_line
 from inference.drafts.weight_files import CONFIG
 
@@ -403,26 +403,6 @@ def _reason(data: Data, error: BaseException) -> str:
     return first
 
 
-@dataclass
-class Blocks(Dataset[dict[str, torch.Tensor]]):
-    """N blocks of T tokens each, cut from a stream of texts. A block may have parts of several texts (packed).
-
-    ids (N, T): token ids. domain (N,): each block's index into `domains`. position_ids (N, T): the position of each
-    token in its text; None if each block is one text.
-    """
-
-    ids: torch.Tensor
-    domain: torch.Tensor
-    domains: list[str]
-    position_ids: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"ids": self.ids[index].long(), "domain": self.domain[index]}
-
-
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Return rows (text, domain) of the embedded corpora. max_bytes: how many bytes of UTF-8 text to read, keyed by
     domain. split: "train" or "held_out". Raises ValueError for any other domain or split, or if a domain has no
@@ -566,23 +546,24 @@ def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Blocks:
+def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Texts:
     """Tokenize the texts of each domain into one stream, and return the streams cut into blocks of `length` tokens. The
-    last tokens of a stream, too few for a block, are dropped.
+    last tokens of a stream, too few for a block, are dropped. The first token of a block is its prompt, so that every
+    later token counts in the loss.
 
     texts: rows (text, domain). Each text begins with the tokenizer's start token, or its end token if the tokenizer
     writes no start token. Raises ValueError if the texts fill less than one block, or if the tokenizer has no end
     token.
     """
     refuse_short(texts, tokenizer, length)
-    ids, domain, names, start = [], [], sorted(set(texts["domain"])), start_token(tokenizer)
-    for index, name in enumerate(names):
-        stream = torch.tensor(list(_stream(_domain(texts, name), tokenizer, start)), dtype=torch.int32)
-        blocks = stream[: len(stream) // length * length].view(-1, length)
-        ids.append(blocks)
-        domain.append(torch.full((len(blocks),), index))
+    ids, domains, start = [], list[str](), start_token(tokenizer)
+    for name in sorted(set(texts["domain"])):
+        stream = torch.tensor(list(_stream(_domain(texts, name), tokenizer, start)), dtype=torch.int64)
+        ids.append(stream[: len(stream) // length * length].view(-1, length))
+        domains += [name] * len(ids[-1])
     whole = torch.cat(ids)
-    return Blocks(whole, torch.cat(domain), names, restarted(whole, start))
+    first = torch.ones(len(whole), dtype=torch.int64)
+    return Texts(whole, first, torch.full_like(first, length), domains, restarted(whole, start))
 
 
 def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
@@ -617,18 +598,3 @@ def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) ->
         for text in encoded:
             yield start
             yield from text
-
-
-class SeededOrder(Sampler[int]):
-    """Endless shuffled indices from 0 to `size` - 1; each epoch has all of them. They depend only on the seed and the
-    epoch. start: how many indices are skipped at first."""
-
-    def __init__(self, size: int, seed: int, start: int = 0) -> None:
-        self.size, self.seed, self.start = size, seed, start
-
-    def __iter__(self) -> Iterator[int]:
-        epoch, skip = divmod(self.start, self.size)
-        while True:
-            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-            yield from torch.randperm(self.size, generator=generator)[skip:].tolist()
-            epoch, skip = epoch + 1, 0

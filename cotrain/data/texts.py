@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from cotrain.data.sources import Blocks, SeededOrder
-
 COLUMNS = 32  # batches have few widths, so that a GPU finds free blocks of the same sizes
 NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
 
@@ -128,15 +126,6 @@ class Texts:
         return inside if self.whole else self.sampled
 
 
-def of_blocks(blocks: Blocks) -> Texts:
-    """Return packed corpus blocks as texts. The first token of a block is its prompt, so that every later token counts
-    in the loss."""
-    n, width = blocks.ids.shape
-    domains = [blocks.domains[index] for index in blocks.domain.tolist()]
-    first, length = torch.ones(n, dtype=torch.int64), torch.full((n,), width)
-    return Texts(blocks.ids.long(), first, length, domains, blocks.position_ids)
-
-
 def none() -> Texts:
     """Return an empty set of texts."""
     empty = torch.empty(0, dtype=torch.int64)
@@ -222,6 +211,21 @@ def shortened(batch: Mapping[str, Any], columns: int) -> dict[str, Any]:
     """Return a batch (`Learnt`) with the first `columns` of its T columns."""
     cut = {"ids": columns, "position_ids": columns, "predicted": columns - 1, "sampled": columns - 1}
     return {name: part[:, : cut[name]] if name in cut else part for name, part in batch.items()}
+
+
+class SeededOrder(Sampler[int]):
+    """Endless shuffled indices from 0 to `size` - 1; each epoch has all of them. They depend only on the seed and the
+    epoch. start: how many indices are skipped at first."""
+
+    def __init__(self, size: int, seed: int, start: int = 0) -> None:
+        self.size, self.seed, self.start = size, seed, start
+
+    def __iter__(self) -> Iterator[int]:
+        epoch, skip = divmod(self.start, self.size)
+        while True:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            yield from torch.randperm(self.size, generator=generator)[skip:].tolist()
+            epoch, skip = epoch + 1, 0
 
 
 class Strided(Sampler[int]):

@@ -24,7 +24,7 @@ from cotrain.data.fingerprints import identity
 from cotrain.data.prompt_rows import PromptRows, Source
 from cotrain.data.sources import pack_blocks, prompt_origin, sources_apart
 from cotrain.data.splits import SPLITS, Prompts, apart
-from cotrain.data.texts import Texts, of_blocks
+from cotrain.data.texts import Texts
 from cotrain.errors import UserError
 from cotrain.rollout.sampled_states import SampledStates
 from cotrain.rollout.samplers import Ask, Own, Remote, Sampler
@@ -182,7 +182,7 @@ class Job:
             self.texts_given[split] = (
                 logged(source, asked(self.cfg), split, self.cfg.rollout.seed, start_of(self.target))
                 if isinstance(source, PromptRows)
-                else of_blocks(pack_blocks(source.texts, self.tokenizer, self.cfg.data.block))
+                else pack_blocks(source.texts, self.tokenizer, self.cfg.data.block)
             )
         return self.texts_given[split]
 

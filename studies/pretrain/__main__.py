@@ -5,9 +5,11 @@
 The settings and their defaults are the fields of `Settings`, given as key=value.
 """
 
+import hashlib
 import json
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,8 @@ import torch
 from omegaconf import OmegaConf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from cotrain.data.corpora import embedded, manifest
-from cotrain.data.sources import Blocks, embedded_texts, pack_blocks
+from cotrain.data.corpora import Document, embedded
+from cotrain.data.sources import embedded_texts
 from cotrain.errors import UserError
 from cotrain.export.engines import FILES
 from cotrain.run_folder import claim, refuse_replaced, writable
@@ -30,6 +32,7 @@ from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
 from inference.report.build import environment
 from studies.pretrain import pretraining
+from studies.pretrain.blocks import Blocks, blocks_of
 from studies.pretrain.muon import MuonAdamW
 from studies.pretrain.ngram_lm import bigram, bigram_alpha, evaluate
 from studies.pretrain.tokenizer import token_bytes, train_tokenizer
@@ -136,7 +139,7 @@ def _blocks(cfg: Settings, split: str, tokenizer: PreTrainedTokenizerBase, folde
     file = folder / f"{split}.pt"
     if not file.exists():
         sizes = cfg.data.bytes if split == "train" else cfg.data.held_out_bytes
-        blocks = pack_blocks(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
+        blocks = blocks_of(embedded_texts(dict(sizes), split), tokenizer, cfg.data.block)
         with new_file(file) as new:
             torch.save(vars(blocks), new)
     return Blocks(**read_saved(file))
@@ -214,6 +217,17 @@ def _card(
         "corpora": {d: manifest(embedded(d, "train", size)) for d, size in cfg.data.bytes.items()},
         "environment": environment(),
     }
+
+
+def manifest(documents: Iterable[Document]) -> dict[str, int | str]:
+    """Return the number of documents ("files"), their total size in bytes of UTF-8 ("bytes"), and a hash of their texts
+    in this order ("hash")."""
+    digest, files, size = hashlib.blake2b(digest_size=16), 0, 0
+    for document in documents:
+        data = document.text.encode()
+        digest.update(data)
+        files, size = files + 1, size + len(data)
+    return {"files": files, "bytes": size, "hash": digest.hexdigest()}
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cotrain.data.sources import Blocks
 from cotrain.losses.divergences import alpha
+from studies.pretrain.blocks import Blocks
 
 FALLBACK = (0.5, 1.0, 1.5)  # discounts if the counts define none, as with KenLM's --discount_fallback
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.board.curves import tensorboard
-from cotrain.data.sources import SeededOrder
+from cotrain.data.texts import SeededOrder
 from cotrain.training.interrupts import Checkpoints, read_saved
 from cotrain.training.progress import Bar
 from inference.drafts.atomic import new_folder

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cotrain.data.sources import Blocks
+from studies.pretrain.blocks import Blocks
 from studies.pretrain.ngram_lm import KneserNey, bigram_alpha, discounts, evaluate
 
 

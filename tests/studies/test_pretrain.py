@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cotrain.data.sources import Blocks
-from studies.pretrain.__main__ import main
+from cotrain.data.corpora import Document
+from studies.pretrain.__main__ import main, manifest
+from studies.pretrain.blocks import Blocks
 from studies.pretrain.pretraining import LanguageModel
 from tests.folders import few_files, network
 
@@ -61,6 +62,12 @@ def test_the_target_folder_loads_and_has_its_card(target: Path) -> None:
     readme = (target / "README.md").read_text()
     assert f"| code | {card['bits_per_byte']['code']:.3f} |" in readme
     assert f"`{card['corpora']['records']['hash']}`" in readme and "2 phase(s)" in readme
+
+
+def test_a_manifest_counts_bytes_and_knows_the_order() -> None:
+    one, two = Document("a", "né"), Document("b", "x")
+    assert (manifest([one, two])["files"], manifest([one, two])["bytes"]) == (2, 4)
+    assert manifest([one, two])["hash"] != manifest([two, one])["hash"]
 
 
 def test_bits_per_byte_weigh_each_token_by_its_bytes() -> None:

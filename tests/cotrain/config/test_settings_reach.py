@@ -12,8 +12,7 @@ from cotrain.config.changes import change
 from cotrain.config.drafts import MedusaDraft, RetrievalDraft
 from cotrain.config.groups import Data, Regime, Rollout
 from cotrain.config.settings import flat
-from cotrain.data.sources import Blocks
-from cotrain.data.texts import of_blocks
+from cotrain.data.texts import Texts
 from cotrain.evaluation.held_out import DEPTHS
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import assembly, fit
@@ -82,8 +81,8 @@ def test_texts_are_judged_at_every_temperature_that_is_asked_for(monkeypatch: py
 
 def test_what_is_learnt_from_is_of_every_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of("rollout.train_temperatures=[0.3,0.6]", "trainer.corpus_steps=1")
-    ids = torch.arange(6).view(2, 3)
-    given, met = of_blocks(Blocks(ids, torch.zeros(2, dtype=torch.int64), ["a"])), list[Any]()
+    first = torch.ones(2, dtype=torch.int64)
+    given, met = Texts(torch.arange(6).view(2, 3), first, 3 * first, ["a"] * 2), list[Any]()
     monkeypatch.setattr(Job, "chats", False)
     monkeypatch.setattr(Job, "given", lambda self, kind: met.append(kind) or given)
     monkeypatch.setattr(Job, "texts", lambda self, *asked: met.append(asked) or given)

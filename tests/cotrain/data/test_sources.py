@@ -12,9 +12,9 @@ import torch
 
 from cotrain.config.groups import Data
 from cotrain.data import corpora
-from cotrain.data.corpora import Document, embedded, manifest, records
-from cotrain.data.sources import SeededOrder, embedded_texts, pack_blocks
-from cotrain.data.texts import Curriculum, Learnt, Texts, joined_texts, none, shared_texts
+from cotrain.data.corpora import Document, embedded, records
+from cotrain.data.sources import embedded_texts, pack_blocks
+from cotrain.data.texts import Curriculum, Learnt, SeededOrder, Texts, joined_texts, none, shared_texts
 from tests.cotrain.data.test_inputs import source_of
 from tests.folders import few_files, tokenizer
 
@@ -68,12 +68,6 @@ def test_unknown_corpora_and_splits_are_named() -> None:
         embedded("poems", "train", 1)
     with pytest.raises(ValueError, match="'test' is neither"):
         embedded("records", "test", 1)
-
-
-def test_a_manifest_counts_bytes_and_knows_the_order() -> None:
-    one, two = Document("a", "né"), Document("b", "x")
-    assert (manifest([one, two])["files"], manifest([one, two])["bytes"]) == (2, 4)
-    assert manifest([one, two])["hash"] != manifest([two, one])["hash"]
 
 
 def test_records_are_json_of_their_number() -> None:
@@ -142,10 +136,10 @@ def test_blocks_are_the_stream_of_each_domain_cut() -> None:
     blocks = pack_blocks(texts, tokenizer(), 3)
     encode = tokenizer().encode
     stream = [0, *encode("abcd"), 0, *encode("efg")]
-    assert blocks.domains == ["a", "b"] and blocks.domain.tolist() == [0] + [1] * (len(stream) // 3)
+    assert blocks.domain == ["a"] + ["b"] * (len(stream) // 3)
     assert blocks.ids[0].tolist() == [0, *encode("XY")][:3]
     assert blocks.ids[1:].flatten().tolist() == stream[: len(stream) // 3 * 3]
-    assert blocks[1]["ids"].dtype == torch.int64
+    assert blocks.ids.dtype == torch.int64 and blocks.predicted.all()
 
 
 @pytest.mark.parametrize("start", [0, 1, 6, 7, 8, 30])

@@ -17,8 +17,6 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from cotrain.console import Display
 from cotrain.data.prompt_rows import PromptRows
-from cotrain.data.sources import Blocks
-from cotrain.data.texts import Learnt, of_blocks
 from cotrain.rollout import samplers, training_texts
 from cotrain.rollout.sampled_states import SampledStates
 from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
@@ -235,14 +233,6 @@ def test_what_was_sampled_outlives_a_failed_save(
     capsys.readouterr()
     sampled.sample("train", WARM, prompts.prompts)
     assert capsys.readouterr().out == ""
-
-
-def test_every_position_of_a_corpus_block_counts() -> None:
-    """Of 6 blocks of 8 tokens, domains in turn."""
-    blocks = Blocks(torch.arange(4, 52, dtype=torch.int32).view(6, 8), torch.tensor([0, 1] * 3), ["a", "b"])
-    part = Learnt(of_blocks(blocks))
-    assert len(part) == 6 and part[1]["ids"].tolist() == list(range(12, 20))
-    assert part[1]["predicted"].tolist() == [True] * 7
 
 
 def test_a_draft_changes_the_speed_and_not_the_distribution(target: LlamaForCausalLM) -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from cotrain.data.sources import Blocks
-from cotrain.data.texts import Learnt, Texts, of_blocks
+from cotrain.data.texts import Learnt, Texts
 from cotrain.evaluation.held_out import held_out
 from cotrain.losses import divergences as losses
 from cotrain.losses.names import LOSSES
@@ -84,8 +83,9 @@ def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightni
 
 
 def loader(vocabulary: int = 32) -> DataLoader:
-    ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    return DataLoader(Learnt(of_blocks(Blocks(ids, torch.zeros(8, dtype=torch.int64), ["a"]))), batch_size=2)
+    ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1))
+    first = torch.ones(8, dtype=torch.int64)
+    return DataLoader(Learnt(Texts(ids, first, 16 * first, ["a"] * 8)), batch_size=2)
 
 
 def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp_path: Path) -> None:
