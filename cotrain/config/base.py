@@ -37,13 +37,19 @@ SCRATCH, NEW = With(("scratch",)), With(("scratch", "target_layers"))  # NEW: th
 
 class Settings(BaseModel):
     """A group of settings. Each field has a type with its range, a default, and a docstring that says what the field
-    does.
+    does, which becomes its `description`.
 
     presets: the options of the Hydra group, as option -> the fields that differ from the defaults. {}: the options are
     files in conf/. None: the settings are no Hydra group.
     """
 
-    model_config = ConfigDict(defer_build=True, extra="forbid", coerce_numbers_to_str=True, populate_by_name=True)
+    model_config = ConfigDict(
+        defer_build=True,
+        extra="forbid",
+        coerce_numbers_to_str=True,
+        populate_by_name=True,
+        use_attribute_docstrings=True,
+    )
     presets: ClassVar[Mapping[str, Mapping[str, Any]] | None] = None
 
     @classmethod

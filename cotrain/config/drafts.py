@@ -130,7 +130,7 @@ class PEagleDraft(EagleDraft):
 
     kind: Literal["p_eagle"] = "p_eagle"  # type: ignore[assignment]
     markov: Count | None = None
-    """As in ParallelDraft."""
+    """The rank of the Markov head, a term for the token before each draft; null: no such head."""
 
 
 class BlockDraft(_Headed):
@@ -156,7 +156,7 @@ class BlockDraft(_Headed):
     mask: Annotated[str, one_of("bidirectional", "causal")] | None = None
     """Whether a mask token attends to its whole block (bidirectional, null) or to the tokens before it (causal)."""
     markov: Count | None = None
-    """As in ParallelDraft."""
+    """The rank of the Markov head, a term for the token before each draft; null: no such head."""
 
 
 class EarlyExitDraft(_Started):
@@ -195,7 +195,7 @@ class MedusaDraft(_Started):
     depths: NewSize = 5
     """The number of heads; each makes one draft of a round."""
     markov: Count | None = None
-    """As in ParallelDraft."""
+    """The rank of the Markov head, a term for the token before each draft; null: no such head."""
 
 
 class HydraDraft(_Started):
@@ -225,9 +225,9 @@ class HybridDraft(_Shaped):
 
     kind: Literal["hybrid"] = "hybrid"
     datastore: Path = None
-    """As in RetrievalDraft."""
+    """A folder of `cotrain datastore`, which is searched too."""
     shortest: Size = 2
-    """As in RetrievalDraft."""
+    """The least length of a match, in tokens."""
 
 
 class QuantisedDraft(Draft):

@@ -72,7 +72,7 @@ class ServedPolicy(PolicySettings):
     """The same as `PolicySettings`, for commands that can run without drafts (k=0) or with an adaptive policy."""
 
     k: Count | None = 4
-    """As in PolicySettings; 0: no drafts."""
+    """Drafts of a round (num_speculative_tokens in vLLM); null: as the draft folder was planned; 0: no drafts."""
     file: Path = None
     """An adaptive policy, which `cotrain plan` has written; null for a fixed draft length."""
 
@@ -461,10 +461,13 @@ class ServedBench(Bench):
     prompt_tokens: Count = 48
     """0: the value stored in the draft folder."""
     draft_dtype: ServedDtype = "bfloat16"
+    """The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft
+    folder: as the folder was measured."""
 
 
 class FolderBench(ServedBench):
     """What is measured, and for how long."""
 
     depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
-    """As in Bench; []: the length or the tree that the folder was planned with."""
+    """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered; []: the length or the tree that the
+    folder was planned with."""

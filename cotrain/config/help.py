@@ -1,13 +1,10 @@
 """`cotrain NAME --help`: every setting that the command takes, with its default, its sentence and its range, read from
 the classes of the settings."""
 
-import ast
 import inspect
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
@@ -15,7 +12,6 @@ from typing import Annotated, Any, Union, cast, get_args, get_origin
 from omegaconf import OmegaConf
 from pydantic.fields import FieldInfo
 
-from cotrain.config import drafts, groups, settings
 from cotrain.config.base import Allowed, Settings
 from cotrain.config.drafts import DRAFTS, Draft
 from cotrain.config.overrides import EXPERIMENT
@@ -43,7 +39,7 @@ def help_page(command: str, about: str, typed: Mapping[str, str]) -> str:
         if isinstance(default, Settings):
             inside += ["", *_group(schema, key, default, options.get(key))]
         else:
-            alone.append(_line(schema, key, name, field, default))
+            alone.append(_line(key, field, default))
     head = [f"cotrain {command}: {about}", f"usage: cotrain {command} key=value ...", ""]
     return "\n".join([*head, *alone, *inside, *_experiments(options), "", FOOT])
 
@@ -74,36 +70,16 @@ def _group(schema: type[Settings], key: str, default: Settings, option: str | No
     absent = group.foreign(schema)
     for name, field in group.model_fields.items():
         if name not in absent and not (isinstance(default, Draft) and name == "kind"):
-            yield _line(group, f"{key}.{name}", name, field, values[name])
+            yield _line(f"{key}.{name}", field, values[name])
     if isinstance(default, Draft):
         yield "  the kinds of draft; draft=KIND --help has the settings of one:"
         yield from (f"  {key}={kind}  {_joined(inspect.getdoc(one) or '')}" for kind, one in DRAFTS.items())
 
 
-def _line(owner: type[Settings], key: str, name: str, field: FieldInfo, value: Any) -> str:
-    """Return the line of a setting. owner: the class that has the field, or inherits it."""
+def _line(key: str, field: FieldInfo, value: Any) -> str:
+    assert field.description is not None, f"{key}: the field has no docstring"
     shown = value if isinstance(value, str) else json.dumps(value)
-    return f"  {key}={shown}  {sentence(owner, name)} ({range_of(field)})"
-
-
-def sentence(owner: type[Settings], name: str) -> str:
-    """Return what a field's docstring says, on one line. owner: the class that has the field, or inherits it. "As in
-    CLASS" becomes what is said there. Raises KeyError for a field without a docstring."""
-    known = _sentences()
-    one = next(known[other.__name__, name] for other in owner.__mro__ if (other.__name__, name) in known)
-    return re.sub(r"As in (\w+)(?=[.;,])", lambda match: known[match[1], name].rstrip("."), one)
-
-
-@cache
-def _sentences() -> dict[tuple[str, str], str]:
-    """Return the docstrings of all fields, keyed by class and field."""
-    said = dict[tuple[str, str], str]()
-    for module in (drafts, groups, settings):
-        for owner in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
-            for field, text in pairwise(owner.body if isinstance(owner, ast.ClassDef) else ()):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(owner, ast.ClassDef):
-                    said[owner.name, ast.unparse(field.target)] = _joined(ast.literal_eval(text.value))
-    return said
+    return f"  {key}={shown}  {_joined(field.description)} ({range_of(field)})"
 
 
 def _joined(text: str) -> str:

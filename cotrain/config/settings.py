@@ -226,7 +226,7 @@ class PlanConfig(DraftFolderConfig):
         prompt_tokens=0, depths=[1, 2, 3, 4, 5, 6, 7, 8], draft_dtype="as_trained", draft_int8=None
     )
     verify: Verify | None = None
-    """As in BenchConfig."""
+    """null: the rule stored in the draft folder."""
     temperatures: list[Temperature] = []
     """[]: the regime's."""
     batches: Some = [1, 8]
@@ -253,7 +253,7 @@ class CompareConfig(Settings):
     report: Store = None
     """A JSON file to write."""
     as_json: Json = False
-    """As in DraftFolderConfig."""
+    """Print one JSON object on standard output, and all messages on standard error."""
 
 
 class ReportConfig(Settings):
@@ -294,7 +294,7 @@ class ExportConfig(Settings):
     overwrite: bool = False
     """Replace an exported folder in `output`."""
     as_json: Json = False
-    """As in DraftFolderConfig, with check=."""
+    """Print one JSON object on standard output, and all messages on standard error, with check=."""
 
 
 class ServeCheckConfig(DraftFolderConfig):
