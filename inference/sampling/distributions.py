@@ -24,34 +24,15 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def probs(logits: Tensor, sampling: Sampling | Sequence[Sampling]) -> Tensor:
+def probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Return the distributions (..., V): the softmax of the logits after temperature, top-k, top-p and min-p. Order and
     ties are as in transformers' warpers. Temperature 0 gives the one-hot distribution of the first maximum.
 
-    logits (..., V): after the settings that read the text (`sampling.penalties`); -inf gives probability 0. sampling:
-    one setting, or one per entry of the first dimension. The result has the logits' dtype, or float32 if that is wider.
-    Logits without a distribution (NaN, +inf, or only -inf) give NaN for every token. Raises ValueError if the numbers
-    of settings and rows differ.
+    logits (..., V): after the settings that read the text (`sampling.penalties`); -inf gives probability 0. The result
+    has the logits' dtype, or float32 if that is wider. Logits without a distribution (NaN, +inf, or only -inf) give NaN
+    for every token.
     """
-    if isinstance(sampling, Sampling):
-        return probs_of(wide(logits), sampling)
-    if len(sampling) != logits.shape[0]:
-        raise ValueError(
-            f"there are {len(sampling)} sampling settings for {logits.shape[0]} rows of logits; give one per row"
-        )
-    groups: dict[tuple[float, ...], list[int]] = {}
-    for row, one in enumerate(sampling):
-        groups.setdefault((one.temperature, one.top_k, one.top_p, one.min_p), []).append(row)
-    probs = torch.empty_like(wide(logits))
-    for rows in groups.values():
-        at = torch.tensor(rows, device=logits.device)
-        probs[at] = probs_of(wide(logits[at]), sampling[rows[0]])
-    return probs
-
-
-def probs_of(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distributions (..., V): the softmax of the logits after one setting's temperature, top-k, top-p and
-    min-p. Logits without a distribution give NaN. logits (..., V): in float32 or wider."""
+    logits = wide(logits)
     if sampling.temperature == 0:
         return certain(logits)
 
@@ -228,12 +209,10 @@ class Regimes:
                 f"there are {self.count} sampling settings for {logits.shape[0]} rows of logits; give one per row"
             )
         if self.alike is not None:
-            return probs_of(wide(logits), self.alike)
+            return probs(logits, self.alike)
         logits = wide(logits)
-        probs = probs_at(logits, self.divisor, self._cut)
-        if self.some_greedy:
-            probs = torch.where(by_row(self.greedy, probs), certain(logits), probs)
-        return probs
+        p = probs_at(logits, self.divisor, self._cut)
+        return torch.where(by_row(self.greedy, p), certain(logits), p) if self.some_greedy else p
 
     @property
     def key(self) -> Hashable:

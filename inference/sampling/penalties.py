@@ -41,34 +41,25 @@ def needs_history(sampling: Sampling) -> bool:
     )
 
 
-def process(
-    logits: Tensor,
-    histories: Sequence[Sequence[int]],
-    new: Sequence[int],
-    sampling: Sampling | Sequence[Sampling],
-    eos_ids: Sequence[int] = (),
-) -> Tensor:
+def process(logits: Tensor, histories: Sequence[Sequence[int]], new: Sequence[int], sampling: Sampling) -> Tensor:
     """Return logits (n, V) after the settings that read the text (penalties, biases, bans, minimum length, processors),
     as `sampling.probs` needs them. It is slow, and the reference for `Penalties`.
 
     logits (n, V): each row is for a position of some text. histories: for each row, the ids before it, prompt included.
-    new: for each row, how many of these ids were generated, drafts included. sampling: one setting, or one per row.
-    eos_ids: end tokens; like `stop_ids` they get no mass before min_new_tokens.
+    new: for each row, how many of these ids were generated, drafts included. sampling: the settings of all rows; of end
+    tokens, only its `stop_ids` get no mass before min_new_tokens.
 
     The result has the logits' dtype, or float32 if that is wider; the input is not changed. Raises ValueError if
     lengths differ, if an id is outside the vocabulary, or if the settings forbid every token of a row.
     """
-    n = logits.shape[0]
-    regimes = [sampling] * n if isinstance(sampling, Sampling) else list(sampling)
-    if not n == len(histories) == len(new) == len(regimes):
-        lengths = f"{len(histories)} histories, {len(new)} counts and {len(regimes)} sampling settings"
-        raise ValueError(f"there are {lengths} for {n} rows of logits; give one of each per row")
-    chains = {id(one): _chain(one, eos_ids) for one in regimes}
-    out = wide(logits).clone()
-    for i, (history, count, one) in enumerate(zip(histories, new, regimes, strict=True)):
+    if not len(logits) == len(histories) == len(new):
+        lengths = f"{len(histories)} histories and {len(new)} counts"
+        raise ValueError(f"there are {lengths} for {len(logits)} rows of logits; give one of each per row")
+    steps, out = _chain(sampling), wide(logits).clone()
+    for i, (history, count) in enumerate(zip(histories, new, strict=True)):
         ids = torch.tensor([list(history)], dtype=torch.int64, device=logits.device)
         row = out[i : i + 1].clone()
-        for step in chains[id(one)]:
+        for step in steps:
             row = step(ids, row, count)
         out[i] = row[0]
     _require_a_token(out)
@@ -94,9 +85,8 @@ def _generated(ids: Tensor, new: int) -> Tensor:
     return ids[0, ids.shape[1] - new :]
 
 
-def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
-    """Return the functions that apply the settings that are not neutral, in the order of the module. eos_ids: end
-    tokens; like `stop_ids` they get no mass before min_new_tokens."""
+def _chain(sampling: Sampling) -> list[Step]:
+    """Return the functions that apply the settings that are not neutral, in the order of the module."""
     steps: list[Step] = []
     if sampling.logit_bias:
         biases: list[list[list[int] | float]] = [[[t], b] for t, b in sampling.logit_bias.items()]
@@ -112,7 +102,7 @@ def _chain(sampling: Sampling, eos_ids: Sequence[int]) -> list[Step]:
         steps.append(_plain(NoBadWordsLogitsProcessor([list(word) for word in sampling.banned])))
     if sampling.banned_first:
         steps.append(lambda ids, row, new: _not_first(ids, row, new, sampling.banned_first))
-    ends = sorted({*eos_ids, *sampling.stop_ids})
+    ends = sorted(sampling.stop_ids)
     if sampling.min_new_tokens and ends:
         steps.append(lambda ids, row, new: _long_enough(ids, row, new, sampling.min_new_tokens, ends))
     return steps + [_plain(processor) for processor in sampling.processors]

@@ -22,7 +22,7 @@ def test_min_p_acts_after_top_p_alone_and_in_a_batch() -> None:
     .278, of which top-p keeps the first alone."""
     logits = 0.9 * torch.tensor([0.52, 0.2, 0.15, 0.13], dtype=torch.float64).log().expand(2, 4)
     sampling = Sampling(0.9, top_p=0.7, min_p=0.35)
-    both = probs(logits, [sampling, Sampling(1.0)])
+    both = torch.stack([probs(logits[i], one) for i, one in enumerate((sampling, Sampling(1.0)))])
     wanted = torch.tensor([52 / 72, 20 / 72, 0, 0], dtype=torch.float64)
     torch.testing.assert_close(both[0], wanted, rtol=0, atol=1e-12)
     assert torch.equal(probs(logits[:1], sampling), both[:1])

@@ -40,8 +40,7 @@ def direct(t: float, drafted: float, top_p: float = 1.0) -> torch.Tensor:
     """alpha (N,) of the sampled tokens, from whole distributions."""
     with torch.no_grad():
         both = [
-            probs(model(IDS).logits[:, :-1].flatten(0, 1), [Sampling(at, top_p=top_p)] * 100).view(5, 20, -1)
-            for model, at in ((TARGET, t), (DRAFT, drafted))
+            probs(model(IDS).logits[:, :-1], Sampling(at, top_p=top_p)) for model, at in ((TARGET, t), (DRAFT, drafted))
         ]
     return torch.minimum(*both).sum(-1)[TEXTS.predicted]
 

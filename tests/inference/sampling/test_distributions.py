@@ -69,14 +69,9 @@ def test_a_nucleus_in_equal_logits_is_that_of_the_row():
         assert torch.equal(together[row], probs(flat[row], s))
 
 
-def test_a_regime_for_each_row_is_that_row_alone():
-    regimes = [Sampling(), Sampling(0), Sampling(0.5, 3), Sampling(top_p=0.6), Sampling(0.5, 3, stop="x")]
-    logits = torch.randn(5, 3, 17)
-    together = probs(logits, regimes)
-    for row, s in enumerate(regimes):
-        assert torch.equal(together[row], probs(logits[row], s))
+def test_settings_of_other_rows_are_refused():
     with pytest.raises(ValueError, match="2 sampling settings for 5 rows"):
-        probs(logits, regimes[:2])
+        Regimes([Sampling(), Sampling(0)], torch.device("cpu")).probs(torch.zeros(5, 3, 17))
 
 
 NAN, INF = math.nan, math.inf

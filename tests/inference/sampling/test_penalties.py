@@ -1,5 +1,7 @@
 """Settings that read the text: equal to transformers' generate; presence and frequency by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,12 +13,12 @@ from tests.tiny import tiny
 PROMPT = [3, 1, 4, 1, 5]
 
 
-def greedy(model, sampling: Sampling, tokens: int, eos_ids=()) -> list[int]:
+def greedy(model, sampling: Sampling, tokens: int) -> list[int]:
     ids = list(PROMPT)
     for new in range(tokens):
         logits = model(torch.tensor([ids])).logits[:, -1]
-        ids.append(process(logits, [ids], [new], sampling, eos_ids).argmax(-1).item())
-        if ids[-1] in eos_ids:
+        ids.append(process(logits, [ids], [new], sampling).argmax(-1).item())
+        if ids[-1] in sampling.stop_ids:
             break
     return ids[len(PROMPT) :]
 
@@ -44,7 +46,7 @@ def test_greedy_text_is_that_of_transformers_generate(sampling, theirs):
     theirs_ids = model.generate(
         torch.tensor([PROMPT]), max_new_tokens=14, do_sample=False, eos_token_id=eos, pad_token_id=0, **theirs
     )
-    ours = greedy(model, sampling, 14, [eos])
+    ours = greedy(model, replace(sampling, stop_ids=(eos,)), 14)
     assert ours == theirs_ids[0, len(PROMPT) :].tolist()
     assert ours != plain[:3]
 
@@ -55,7 +57,7 @@ def test_banned_words_are_those_of_transformers_and_include_the_end_token():
     words = [plain[1:3], [plain[0]], plain[4:7]]
     theirs_ids = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, bad_words_ids=words)
     assert greedy(model, Sampling(banned=words), 12) == theirs_ids[0, len(PROMPT) :].tolist()
-    assert plain[0] not in greedy(model, Sampling(banned=[[plain[0]]]), 12, eos_ids=[plain[0]])
+    assert plain[0] not in greedy(model, Sampling(banned=[[plain[0]]], stop_ids=plain[:1]), 12)
 
 
 def test_presence_and_frequency_count_generated_tokens_only():
@@ -68,7 +70,7 @@ def test_presence_and_frequency_count_generated_tokens_only():
 def test_impossible_settings_are_rejected():
     logits = torch.zeros(2, 3)
     with pytest.raises(ValueError, match="row 1 has no token left"):
-        process(logits, [[0], [0]], [0, 0], [Sampling(), Sampling(banned=((0,), (1,), (2,)))])
+        process(logits, [[0], [1]], [0, 0], Sampling(banned=((1, 0), (1, 1), (1, 2))))
     with pytest.raises(ValueError, match="vocabulary size is 3"):
         process(logits, [[0], [0]], [0, 0], Sampling(logit_bias={3: 1.0}))
 
