@@ -115,8 +115,8 @@ class Datastore:
         low = first_place(self.tokens, self.order, backwards[:length], 0, near + 1)
         high = first_place(self.tokens, self.order, backwards[:length], near, after=True)
         positions = self.order[low : high : -(-(high - low) // MOST)]
-        drafts, share = _most_frequent([self._following(int(position), k) for position in positions], k)
-        return Match(drafts, length, high - low, share, stored=True)
+        drafts = _most_frequent([self._following(int(position), k) for position in positions], k)
+        return Match(drafts, length, stored=True)
 
     def _longest(self, backwards: list[int]) -> tuple[int, int]:
         """Return the length of the longest suffix of a text that occurs in the corpus, and the index in `order` of one
@@ -135,21 +135,18 @@ class Datastore:
         return ids[: ids.index(border)] if border in ids else ids
 
 
-def _most_frequent(followings: list[list[int]], k: int) -> tuple[list[int], float]:
-    """Return at most k drafts, and the fraction of all occurrences that continue with the first draft. followings: the
-    ids that follow each occurrence. Each draft is the most frequent next token among the occurrences that agree with
-    the drafts before it."""
+def _most_frequent(followings: list[list[int]], k: int) -> list[int]:
+    """Return at most k drafts. followings: the ids that follow each occurrence. Each draft is the most frequent next
+    token among the occurrences that agree with the drafts before it."""
     drafts: list[int] = []
-    share, count = 0.0, len(followings)
     for depth in range(k):
         votes = Counter(following[depth] for following in followings if len(following) > depth)
         if not votes:
             break
         token = min(votes, key=lambda one: (-votes[one], one))
-        share = share or votes[token] / count
         drafts.append(token)
         followings = [one for one in followings if len(one) > depth and one[depth] == token]
-    return drafts, share
+    return drafts
 
 
 def _smallest(most: int) -> type[np.unsignedinteger]:

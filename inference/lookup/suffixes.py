@@ -12,14 +12,11 @@ CLIMB = 16  # most suffix links updated per token: enough for most texts, and a 
 
 class Match(NamedTuple):
     """The result of a look-up. drafts: ids that followed an earlier occurrence of the matched suffix, at most as many
-    as requested. length: number of tokens of this suffix, 0 without a match. places: number of its earlier occurrences.
-    share: fraction of the examined occurrences that continue with the first draft, in (0, 1]; 0 without drafts. stored:
-    whether the match is in a datastore, not in the text itself."""
+    as requested. length: number of tokens of this suffix, 0 without a match. stored: whether the match is in a
+    datastore, not in the text itself."""
 
     drafts: list[int]
     length: int = 0
-    places: int = 0
-    share: float = 0.0
     stored: bool = False
 
 
@@ -148,7 +145,7 @@ class SuffixAutomaton:
         drafts = self.text[self.end : self.end + k]
         while len(drafts) < k:
             drafts += drafts[: k - len(drafts)]
-        return Match(drafts, self.match, 1, 1.0)
+        return Match(drafts, self.match)
 
     def _append(self, token: int) -> None:
         self.text.append(token)

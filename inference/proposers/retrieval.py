@@ -55,11 +55,6 @@ class NGram(Proposer):
         index = self.indexes.get(id(text))
         return index if index and index.text is text else NGramIndex(text, self.max_n)
 
-    def look_up(self, text: list[int], k: int) -> list[int]:
-        """Return at most k tokens: those that followed the most recent earlier occurrence of the text's longest suffix
-        that has one. [] if there is none."""
-        return NGramIndex(text, self.max_n).look_up(k)
-
 
 class NGramIndex:
     """The latest position of each n-gram of a growing text. Each look-up first adds the n-grams of new tokens. text:
@@ -71,6 +66,8 @@ class NGramIndex:
         self.length = 1  # tokens whose n-grams are in the index, except n-grams that end in the last token
 
     def look_up(self, k: int) -> list[int]:
+        """Return at most k tokens: those that followed the most recent earlier occurrence of the text's longest suffix
+        that has one. [] if there is none."""
         text = searched(self.text)
         for end in range(self.length, len(text)):  # n-grams of tokens before `end`
             for n in range(1, min(self.max_n, end) + 1):

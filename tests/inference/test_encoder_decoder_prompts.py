@@ -20,7 +20,7 @@ from inference.models.pretrained import load_model
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.early_exit import untrained_exit
-from inference.proposers.retrieval import NONE, Retrieval
+from inference.proposers.retrieval import NONE, NGramIndex, Retrieval
 from inference.source import BETWEEN, SourcedText
 from studies.assisted import assisted_arm
 from tests import folders
@@ -230,7 +230,7 @@ def test_look_up_reads_the_source(kind: Any) -> None:
     """It drafts what followed there, and not past its end into the text."""
 
     def drafted(text: SourcedText, k: int) -> list[int]:
-        return list(kind.look_up(text, k) if isinstance(kind, NGram) else kind.along(text, [3], k)[0].drafts)
+        return list(NGramIndex(text, 3).look_up(k) if isinstance(kind, NGram) else kind.along(text, [3], k)[0].drafts)
 
     class Seen:
         texts, k = [TEXT], [2]

@@ -34,7 +34,7 @@ def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert 40 < store.about.documents < 60  # the other splits are left to be measured on
     ids = tokenizer("the value of item")["input_ids"]
     match = store.look_up(ids, 2)
-    assert match.length == min(len(ids), 6) and match.places == store.about.documents and len(match.drafts) == 2
+    assert match.length == min(len(ids), 6) and len(match.drafts) == 2
     inside = f"lies in the datastore {tmp_path / 'store'}"
     for output, said in (("store", "has a datastore: name"), ("store/in", inside)):
         assert main([*command[:-1], f"output={tmp_path / output}"]) == 1

@@ -16,7 +16,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal, Proposer
 from inference.proposers.hybrid import Hybrid
-from inference.proposers.retrieval import Retrieval
+from inference.proposers.retrieval import NGramIndex, Retrieval
 from inference.sampling.noise import row_ids
 from tests.inference.models.test_packing import halved, needs_kernels
 from tests.inference.proposers.test_hybrid import gate
@@ -148,7 +148,7 @@ class Stale(NGram):
     """Looks up in the text without its last token."""
 
     def propose(self, round):
-        drafts = [self.look_up(text[:-1], k) for text, k in zip(round.texts, round.k, strict=True)]
+        drafts = [NGramIndex(text[:-1], self.max_n).look_up(k) for text, k in zip(round.texts, round.k, strict=True)]
         width = max(map(len, drafts))
         x = torch.tensor([draft + [0] * (width - len(draft)) for draft in drafts], dtype=torch.int64)
         return Proposal(x.view(len(drafts), width), None, [len(draft) for draft in drafts])

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from inference.proposers import NGram
 from inference.proposers.retrieval import NGramIndex
 
 
@@ -28,7 +27,7 @@ def test_a_growing_index_gives_what_a_search_gives(max_n: int) -> None:
             text += torch.randint(
                 alphabet, (int(torch.randint(1, 6, (), generator=generator)),), generator=generator
             ).tolist()
-            assert seen.look_up(4) == slow_look_up(text, 4, max_n) == NGram(max_n).look_up(text, 4)
+            assert seen.look_up(4) == slow_look_up(text, 4, max_n) == NGramIndex(text, max_n).look_up(4)
 
 
 def test_rounds_only_index_what_is_new() -> None:
