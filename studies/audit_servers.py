@@ -29,8 +29,8 @@ from inference.drafts.bundled_target import resolve
 from inference.measure.environment import environment
 from inference.request import ends_of
 from inference.servers.vllm_server import draft_model
-from inference.servers.worker import Worker
 from studies.trust import environments
+from studies.vllm_arm import Worker
 from tests.engines.servers import serving
 
 TEMPERATURES, K, NEW = (0.0, 0.7, 1.0), 4, 128

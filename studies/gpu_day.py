@@ -90,7 +90,7 @@ from studies import gpu_costs, real_target
 from studies.gpu_carry import split
 from studies.kinds_in_turn import Chosen, checks, exactness
 from studies.proposers import finite
-from studies.real_target_cells import Cells, draft_of, prompts_of, settings
+from studies.real_target_cells import Cells, draft_of, prompts_of, settings, speed_interval
 from tests import folders, gpu_counts, kinds, standin
 from tests.tiny import tiny
 
@@ -485,7 +485,7 @@ def graphs(day: Day, rows: int) -> dict[str, Any]:
         "tree": plan.tree and list(plan.tree.parents),
         "best plain": best,
         "batches": reached.runs,
-        "tokens_per_second": {one: timing.speed_interval(one)._asdict() for one in timing.arms},
+        "tokens_per_second": {one: speed_interval(timing, one)._asdict() for one in timing.arms},
         "over_best_plain": {one: timing.ratio(one, best)._asdict() for one in here},
         "exactness": {one: exactness(*checks(chosen, timing)) for one, chosen in here.items()},
     }

@@ -43,10 +43,11 @@ from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
 from inference.models.quantisation import refuse_quantisation
 from inference.proposers import NGram
-from inference.servers.vllm_server import Server, draft_model, vllm_arm
+from inference.servers.vllm_server import draft_model
 from studies.assisted import assisted_arm
 from studies.floor import Machine, measure_machine, peak_memory, round_loads
 from studies.quantisation_table import QUANTISATIONS, table
+from studies.vllm_arm import Server, vllm_arm
 
 BATCHES = 3  # the least number of batches of prompts, for an interval
 QUEUE = 6  # prompts per row in each run of an arm, so that the idle rows at the end of a run matter little

@@ -25,7 +25,6 @@ from typing import Any
 
 from cotrain.bench.server_parity import figures_after
 from cotrain.export.engines import GGUF_FILE
-from cotrain.export.publishing import on_card
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH, choice_line
 from cotrain.students.base import DEFAULT
@@ -37,11 +36,10 @@ from inference.measure.adaptive import Wanted, until_known
 from inference.measure.arms import Arm, ArmResult, engine_arm, refuse
 from inference.measure.timing import Timing, interleave
 from inference.output import Counts, Stats
-from inference.servers.vllm_server import TRANSLATED, Server, vllm_arm
-from inference.servers.worker import Worker
 from inference.verify import predict_chain
 from studies.assisted import assisted_arm
-from studies.real_target_cells import REGIMES, Cells
+from studies.real_target_cells import REGIMES, Cells, speed_interval
+from studies.vllm_arm import TRANSLATED, Server, Worker, on_card, vllm_arm
 
 SERVE = Path(__file__).parents[1] / "tests" / "engines" / "llamacpp" / "serve.mjs"
 CONTEXT = 1024  # tokens of a text in other engines
@@ -175,7 +173,7 @@ def entry(cells: Cells, others: Others, regime: str, rows: int, task: str) -> di
 def speed(timing: Timing, name: str, ours: str) -> dict[str, Any]:
     """Tokens per second, the speed of our first draft over it, and tau, which vLLM counts over rounds that drafted."""
     stats = timing.stats(name)
-    tokens, over = timing.speed_interval(name), timing.ratio(ours, name)
+    tokens, over = speed_interval(timing, name), timing.ratio(ours, name)
     return {
         "tokens_per_second": tokens._asdict(),
         "ours_over_it": over._asdict(),

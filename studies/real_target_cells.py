@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hydra import compose, initialize_config_dir
 
 from cotrain.bench.measurement import prepare
@@ -33,7 +34,7 @@ from inference.drafts.draft_folder import Folder
 from inference.measure.adaptive import Reached, Wanted, until_known
 from inference.measure.arms import engine_arm
 from inference.measure.costs import Costs, of_stats, spans_of
-from inference.measure.timing import Timing
+from inference.measure.timing import RESAMPLES, Interval, Timing, bootstrapped
 from inference.output import Emitted
 from studies.kinds_in_turn import Chosen, Draft, at, checks, exactness
 from studies.proposers import trained
@@ -204,3 +205,14 @@ def figures(one: Chosen, costs: Costs, chosen: Forecast, timing: Timing, reached
         "cores_of_others": reached.others,
         **exactness(verdict, calls),
     }
+
+
+def speed_interval(timing: Timing, arm: str) -> Interval:
+    """An arm's tokens per second, prefill included, with the 95 % interval of a bootstrap over batches."""
+    paid = timing._paid(arm, False)  # (batches, 2): tokens, seconds
+
+    def speed(at: np.ndarray) -> np.ndarray:
+        tokens, seconds = np.moveaxis(paid[at].sum(-2), -1, 0)
+        return np.asarray(tokens / seconds)
+
+    return bootstrapped(speed, len(paid), RESAMPLES, 0)

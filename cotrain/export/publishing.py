@@ -3,14 +3,11 @@
 The token is HF_TOKEN, or the one that `hf auth login` stored. HF_ENDPOINT is the hub's address.
 """
 
-import json
-import re
-import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace as changed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError, LocalTokenNotFoundError, OfflineModeIsEnabled
@@ -93,28 +90,6 @@ def said_of(metadata: Metadata) -> list[str]:
     learnt from other weights of the target."""
     advice, warning = metadata.origin.get("advice"), metadata.origin.get("warning")
     return [*filter(None, [advice and f"On the machine that measured it, {advice}.", warning])]
-
-
-class VllmCommand(NamedTuple):
-    """A README's command for vLLM. environment: its environment variables. target: a folder or hub id. speculative:
-    vLLM's speculative_config."""
-
-    environment: dict[str, str]
-    target: str
-    speculative: dict[str, Any]
-
-
-def on_card(card: str) -> VllmCommand:
-    """Return the vLLM command in the README's first block of code. card: the README's text. Raises ValueError if the
-    block is no command for vLLM."""
-    block = re.search(r"```(?:sh)?\n(.*?)\n```", card, re.S)
-    words = shlex.split(block[1]) if block else []
-    if "vllm" not in words:
-        raise ValueError("the card has no command for vLLM: export the draft with engine=vllm")
-    start = words.index("vllm")
-    asked = json.loads(words[words.index("--speculative-config") + 1])
-    environment = dict(word.split("=", 1) for word in words[:start])
-    return VllmCommand(environment, words[start + 2], asked)
 
 
 def _read_from(metadata: Metadata) -> list[str]:

@@ -77,13 +77,6 @@ class Timing:
         tokens, seconds = self._paid(arm, decode).sum(0)
         return float(tokens / seconds)
 
-    def speed_interval(self, arm: str, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
-        """Return an arm's tokens per second, prefill included, with the 95 % percentile interval of a bootstrap over
-        batches. resamples: how often the batches are drawn, with replacement. seed: of these draws. The interval is nan
-        for fewer than `FEW` batches."""
-        paid = self._paid(arm, False)  # (batches, 2)
-        return bootstrapped(lambda at: _speed(paid[at].sum(-2)), len(paid), resamples, seed)
-
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms over the runs that have both, with the 95 % percentile interval of a
         paired bootstrap over batches. decode: whether to leave the prefill out. The interval is nan for fewer than

@@ -1,1 +1,1 @@
-"""Clients and workers for other serving engines, and a proposer class that vLLM loads."""
+"""Clients of other serving engines, vLLM's settings for drafts, and modules that run inside vLLM."""

@@ -28,9 +28,9 @@ from inference.measure.timing import interleave
 from inference.output import Counts, Emitted
 from inference.sampling.noise import row_ids
 from inference.servers.openai_client import Served
-from inference.servers.worker import Worker
 from inference.verify import predict_chain
 from studies.assisted import assisted_arm
+from studies.vllm_arm import Worker
 from tests.engines.conftest import OUTPUT, reported
 from tests.engines.conftest import SIZE as vllm_size
 from tests.engines.drafts import K, draft_folder, load

@@ -31,7 +31,7 @@ from inference.measure.timing import interleave
 from inference.models.pretrained import cast
 from inference.output import Counts, Emitted
 from inference.sampling.noise import row_ids
-from inference.servers.worker import Worker
+from studies.vllm_arm import Worker
 from tests.engines.conftest import OUTPUT, reported
 from tests.engines.drafts import VOCABULARY, K, draft_folder, load
 from tests.engines.kinds.conftest import SIZE

@@ -13,7 +13,7 @@ FILES = {
     for top in ("cotrain", "inference")
     for path in sorted((ROOT / top).rglob("*.py"))
 }
-SCRIPTS = ("vllm_serve.py", "vllm_worker.py", "states_on_cpu.py")  # run inside a vLLM installation
+SCRIPTS = ("vllm_serve.py", "states_on_cpu.py")  # run inside a vLLM installation
 TRAINING = ("cotrain", "lightning", "pytorch_lightning", "hydra", "omegaconf", "datasets")
 MOST = {"cotrain": 12, "inference": 12}  # files at the top of each
 

@@ -21,6 +21,7 @@ from studies import real_target, real_target_beside, real_target_cells
 from tests import standin
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder, tokenizer
+from tests.inference.measure.test_timing import timing
 
 TEMPLATE = "{% for one in messages %}[{{ one.content }}]{% endfor %}"
 TINY = [f"--set=bench.{one}" for one in "prompt_tokens=16 new_tokens=8 depths=[1,2]".split()]
@@ -197,7 +198,7 @@ def processes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: Path) -> 
     monkeypatch.setattr(real_target_beside, "Server", vllm)
     monkeypatch.setattr(real_target_beside, "Worker", worker)
     monkeypatch.setattr(real_target_beside, "gguf_file", Path)
-    monkeypatch.setattr("inference.servers.vllm_server.SETTLE", 0.0)
+    monkeypatch.setattr("studies.vllm_arm.SETTLE", 0.0)
     return found
 
 
@@ -262,3 +263,9 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
         real_target.main([*asked, "--acceptance", *given, "--regimes=card"])
     with pytest.raises(ValueError, match="--acceptance: name one draft"):
         real_target.main([*asked, "--acceptance"])
+
+
+def test_a_speed_has_an_interval_of_its_own() -> None:
+    speed = real_target_cells.speed_interval(timing([1, 2, 4, 1], [1] * 4), "a")
+    assert speed.value == pytest.approx(4) and 2 <= speed.low < speed.value < speed.high <= 8
+    assert real_target_cells.speed_interval(timing([2] * 4, [1] * 4), "a") == pytest.approx((4, 4, 4))

@@ -55,7 +55,6 @@ OTHERS = {
     "cotrain/export/eagle3.py:_replace_config": "the same",
     "cotrain/students/base.py:save": "the same",
     "cotrain/rollout/samplers.py:collect": "lines are appended, and a last one that is cut short is dropped",
-    "inference/servers/worker.py:__init__": "the log of a server",
     "studies/pretrain/sequence_pretraining.py:run": "a line is appended",
 }
 

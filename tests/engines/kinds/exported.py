@@ -6,10 +6,9 @@ from typing import Any
 
 from cotrain.bench.server_parity import Answer, Ask
 from cotrain.cli import main
-from cotrain.export.publishing import VllmCommand, on_card
 from cotrain.planning.plan import Plan
 from inference.servers.openai_client import Served
-from inference.servers.vllm_server import Server
+from studies.vllm_arm import Server, VllmCommand, on_card
 from tests.engines.drafts import K, draft_folder
 
 CONTEXT, ROWS = 256, 8

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inference.servers.worker import Worker
 from studies.real_target_beside import SERVE
+from studies.vllm_arm import Worker
 
 K, NEW = 3, 29
 # The likeliest token is a function of the text: see `likeliest`. Above temperature 0 the next one is sampled.

@@ -1,6 +1,7 @@
-"""vLLM as an arm of a timing, with an engine that only looks like vLLM."""
+"""vLLM as an arm of a timing, with an engine that only looks like vLLM; processes that are stopped between requests."""
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,7 +9,8 @@ import pytest
 
 from inference import Sampling
 from inference.measure.timing import interleave
-from inference.servers.vllm_server import Server, draft_model, vllm_arm
+from inference.servers.vllm_server import draft_model
+from studies.vllm_arm import Server, Worker, vllm_arm
 
 LOOKALIKE = """
 from types import SimpleNamespace as N
@@ -36,6 +38,12 @@ class LLM:
                 for a, p in zip(prompts, params)]
 """
 REPAIRED = "def expand_batch_to_tokens(*_): raise AssertionError\n"
+PROGRAM = """
+import json, sys
+print(json.dumps({"version": "1"}), flush=True)
+for line in sys.stdin:
+    print(json.dumps({"twice": 2 * json.loads(line)["number"]}), flush=True)
+"""
 
 
 @pytest.fixture
@@ -46,7 +54,7 @@ def lookalike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / "__init__.py").write_text(text)
     (sampler / "rejection_sampler.py").write_text(REPAIRED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
-    monkeypatch.setattr("inference.servers.vllm_server.SETTLE", 0.0)
+    monkeypatch.setattr("studies.vllm_arm.SETTLE", 0.0)
     return tmp_path
 
 
@@ -79,3 +87,19 @@ def test_a_vllm_that_does_not_start_says_why(lookalike: Path) -> None:
 def test_settings_that_are_not_translated_are_refused(lookalike: Path) -> None:
     with pytest.raises(ValueError, match="Sampling.top_k"):
         vllm_arm("vllm", SimpleNamespace(), Sampling(top_k=5), 4)  # type: ignore[arg-type]
+
+
+def state(process: int) -> str:
+    """Of a process, as /proc says: T if it is stopped."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_process_runs_only_while_it_is_asked(pauses: bool, tmp_path: Path) -> None:
+    with Worker("doubling", [sys.executable, "-c", PROGRAM], {}, tmp_path / "log", pauses) as worker:
+        for number in (1, 2):
+            assert worker.ask(number=number) == {"twice": 2 * number}
+            time.sleep(0.1)
+            assert (state(worker.process.pid) == "T") == pauses
+    assert worker.process.returncode == 0

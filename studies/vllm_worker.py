@@ -6,19 +6,23 @@ at once; context, the largest number of tokens per request; dtype, of weights an
 request has the keys prompts (lists of ids), max_new_tokens, temperature and seed. Its answer has the keys tokens (lists
 of new ids), seconds (of vLLM's generate), drafts (number of rounds that drafted), accepted (number of accepted drafts)
 and by_depth (for each depth d, 0-based, the number of rounds that accepted drafts 0 to d). The first line of the output
-is {"version": vLLM's version}. The module imports only `vllm_repair` of this project, because vLLM has its own
-environment.
+is {"version": vLLM's version}. The module imports only `inference/servers/vllm_repair.py` of this project, because vLLM
+has its own environment.
 """
 
 import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
-from vllm_repair import repair  # in the same folder
+SERVERS = str(Path(__file__).parents[1] / "inference" / "servers")
+del sys.path[0]  # this folder: vLLM would import its modules by mistake, and those of SERVERS
+sys.path.insert(0, SERVERS)
+from vllm_repair import repair  # noqa: E402
 
-del sys.path[0]  # this folder: vLLM would import its modules by mistake
+sys.path.remove(SERVERS)
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
