@@ -9,7 +9,7 @@ ROWS_OF_BUGS = [
     ('streams_without_ids', 'inference/engine.py', 'Engine.stream', 'seed, ids, ', 'seed, None, ', ['tests/inference/test_engine.py::test_a_stream_passes_on_all_that_it_is_given'], 26),
     ('drafts_cache_cut_too_far', 'inference/engine.py', 'Engine._commit', 'before + n)', 'before + n - 1)', ['tests/inference/test_engine.py::test_the_draft_lacks_one_token_or_two_after_full_acceptance'], 17),
     ('bonus_dropped', 'inference/engine.py', 'Engine._commit', ', token])', ', token][: max(n, 1)])', ['tests/inference/test_rounds.py::test_counts_of_known_rounds'], 20),
-    ('queue_forgets_the_last', 'inference/engine.py', 'Engine.rounds', ' or call.staged or call.active', '', ['tests/studies/test_load.py::test_none_is_lost_and_each_is_as_if_alone'], 'requests are lost'),
+    ('queue_forgets_the_last', 'inference/engine.py', 'Engine.rounds', ' or call.staged or call.active', '', ['tests/inference/test_engine.py::test_greedy_text_is_that_of_transformers'], 'requests are lost'),
     ('rounds_run_launch_by_launch', 'inference/engine.py', 'Engine._open', 'self.target.graphs)', 'False)', ['tests/inference/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[plain]'], 34),
     ('ids_past_a_rows_drafts_are_read', 'inference/engine.py', 'Engine.target_pass', '            x = torch.where(drafted, x, anchor)\n', '', ['tests/inference/test_faults.py::test_nan_of_rejected_drafts_does_not_change_a_text'], 41),
     ('rounds_read_twice', 'inference/engine.py', 'Engine._round', 'table = result', 'proposal.x.tolist()\n            table = result', ['tests/inference/test_gpu_counts.py::test_a_round_copies_once_and_reads_once[draft, token]'], 34),

@@ -1,6 +1,6 @@
 """Compare what two checkouts compute, bit for bit, before and after a change of structure.
 
-    python -m tests.golden OTHER_CHECKOUT [output=FOLDER] [only=train,generate]
+    python -m studies.golden OTHER_CHECKOUT [output=FOLDER] [only=train,generate]
 
 Both checkouts run the same commands and calls of the public interface in processes of their own, on the same tiny
 target, texts and draft folders: weights of trained drafts, texts of rollouts, held-out figures, forecasts on stored
