@@ -164,43 +164,6 @@ def test_files_of_a_folder_may_have_other_columns(tmp_path: Path) -> None:
     assert [tokenizer().decode(row["prompt"]) for row in found.rows] == ["p", "q", "r", "s"]
 
 
-DAMAGED = {
-    "cut.jsonl.gz": gzip.compress(b'{"prompt": "r"}\n' * 1000)[:50],
-    "no.jsonl.gz": b"no gzip",
-    "no.jsonl.zst": b"no zst",
-    "no.jsonl.xz": b"no xz",
-    "no.jsonl.bz2": b"no bz2",
-    "no.parquet": b"PAR1 no",
-    "utf16.jsonl": '{"prompt": "r"}\n'.encode("utf-16"),
-    "zero.jsonl": b"\0" * 100,
-    "deep.jsonl": b"[" * 200_000 + b"\n",
-    "list.json": b"[1, 2, 3]",
-    "value.json": b"3",
-    "columns.json": b'{"text": ["a", "b"]}',
-    "half.json": b'[{"text": "a"}, {"te',
-    "latin.csv": "prompt\ncafé\n".encode("latin-1"),
-    "cells.csv": b"prompt\nHello, world\n",
-    "quote.csv": b'prompt\n"never closed\n',
-    "head.csv": b"prompt\n",
-    "zero.csv": b"pro\0mpt\nx\n",
-    "number.jsonl": b'{"prompt": NaN}\n',
-    "null.jsonl": b"null\nnull\n",
-    "lone.jsonl": b'{"text": "\\ud800"}\n',
-    "latin.txt": "café\n".encode("latin-1"),
-    "unknown.docx": b"PK",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_file_is_one_line_that_names_the_key(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(DAMAGED[name])
-    if name in ("quote.csv", "zero.csv"):  # read, or refused, by Python's version
-        return
-    with pytest.raises(ValueError, match=f"data.path: .*{name}") as error:
-        sources_of(given(tmp_path / name), (ALL_ROWS,), Template(tokenizer(), {}, ()))
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("columns", ["text", "prompt"])
 def test_held_out_prompts_are_none_that_are_learnt(columns: str, tmp_path: Path) -> None:
     """By what the model sees: the first ids of a text."""
