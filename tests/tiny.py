@@ -7,6 +7,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from inference import Engine, Sampling
+from inference.output import Emitted
+from inference.sampling.noise import row_ids
+
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded by the buckets of CUDA graphs, on a CPU without graphs, in slots that start few."""
@@ -66,3 +70,16 @@ def continued(model: LlamaForCausalLM, prompt: list[int], n: int, **settings: An
         **settings,
     )
     return out[0, len(prompt) :].tolist()
+
+
+def emitted(
+    engine: Engine,
+    prompts: list[list[int]],
+    n: int,
+    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    seed: int = 5,
+) -> Emitted:
+    """Texts of n new tokens each, whose noise has the keys of a measurement: what a verdict judges."""
+    keys = row_ids(prompts)
+    out = engine.generate(prompts, max_new_tokens=n, sampling=sampling, seed=seed, ids=keys, ignore_eos=True)
+    return Emitted(prompts, keys, out.tokens, out.stats.rows)

@@ -13,14 +13,13 @@ from inference.exactness.teacher_forced import teacher_forced
 from inference.exactness.verdict import check
 from inference.models.encoder_decoder import relative_bias
 from inference.models.lm import store_prompts
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling.noise import row_ids
 from inference.source import SourcedText, source_in_text
 from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
 from tests.often import often
-from tests.tiny import near
+from tests.tiny import emitted, near
 
 LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18]
 MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
@@ -146,9 +145,7 @@ def test_the_verdict_is_that_the_text_is_exact() -> None:
     target = t5(eos=None)
     engine = Engine(target, Independent(near(target, 0.05)), policy=Fixed(3), rows=6)
     starts = engine.starts(sources(target, 12))
-    keys = row_ids(starts)
-    out = engine.generate(starts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    report = check(engine, Emitted(starts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    report = check(engine, emitted(engine, starts, 24), Sampling(), 24)
     assert report.passed, report.lines()
 
 

@@ -10,19 +10,17 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
 from inference.models.lm import WORTH
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 from inference.round import DecodingRound
 from inference.sampling import one_hot
-from inference.sampling.noise import row_ids
 from tests import standin
 from tests.inference.test_distribution import p_value, pair
 from tests.kinds import KINDS, SHAPED, example_code
 from tests.often import EACH_WAY, often
-from tests.tiny import tiny
+from tests.tiny import emitted, tiny
 
 PROMPTS = [[(7 * i + 5 * n) % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14, 2, 8, 1, 11, 4, 7)]
 LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18, 3, 12]
@@ -123,10 +121,8 @@ def test_forced_rounds_predict_measured_ones(kind: str, rule: str) -> None:
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
     target = tiny(vocab=8, layers=1, hidden=8, seed=3)
     engine = Engine(target, KINDS[kind].proposer(target), verify=rule, policy=Fixed(3), rows=16)
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    texts = emitted(engine, [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4, 24)
+    report = check(engine, texts, Sampling(), 24)
     assert report.passed and report.calls and report.depth, report.lines()
     assert report.depth.rounds > 50 and 0 < report.depth.alpha < 1
 

@@ -9,19 +9,17 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.forced import reach_along
 from inference.exactness.verdict import check
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Siblings
 from inference.proposers.trees import StaticTrees
-from inference.sampling.noise import row_ids
 from inference.verification import column_of
 from inference.verify.predict_tree import by_draw, reach_traversal, reach_tree
 from inference.verify.rules import RULES
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import PROMPTS
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 NAMES = ["tree", "traversal"]
@@ -59,10 +57,8 @@ def test_forced_rounds_predict_measured_ones(rule: str, temperature: float) -> N
     """Calls within 4 sigma and acceptance at depth 1 within 3, which is checks (b) and (c) of the verdict."""
     target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
     engine = Engine(target, drafts(target, noise=0.3), verify=rule, policy=Fixed(3), rows=16)
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=24, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    report = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), sampling, 24)
+    texts = emitted(engine, [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4, 24, sampling)
+    report = check(engine, texts, sampling, 24)
     assert report.passed and report.calls and report.depth, report.lines()
     assert report.depth.rounds > 40 and 0 < report.depth.alpha < 1
     assert temperature or report.calls.measured == report.calls.predicted

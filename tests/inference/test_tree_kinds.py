@@ -10,12 +10,10 @@ import torch
 from inference import Engine, Sampling
 from inference.exactness.forced import forced
 from inference.measure.tree_plan import distributions_of_rounds, reach_under
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
-from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.tree import chain
 from tests import standin
@@ -23,7 +21,7 @@ from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE, Uneven
 from tests.kinds import KINDS, SHAPED
 from tests.often import EACH_WAY, often
-from tests.tiny import tiny
+from tests.tiny import emitted, tiny
 
 SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 TWO = (-1, -1, 0, 0, 1, 2)  # no more than two children of a node: predicted to the last bit
@@ -114,12 +112,9 @@ def test_no_deeper_than_was_learnt(kind: str) -> None:
 )
 def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperature: float) -> None:
     """From chains alone: what forced rounds of the trees say round by round, and calls within 4 sigma of those made."""
-    prompts, sampling = [[1, 2, 3], [4]] * 4, Sampling(temperature)
-    target = tiny(vocab=8, layers=1, hidden=8, seed=3)
+    target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
     engine = Engine(target, drafts(kind, target, TWO), verify="tree", policy=Fixed(3), rows=8)
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=16, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
+    texts = emitted(engine, [[1, 2, 3], [4]] * 4, 16, sampling)
     distributions = distributions_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
     reach, wanted = reach_under(distributions, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
     assert wanted is not None
@@ -128,5 +123,5 @@ def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperat
         calls_from(reach, distributions.lengths).sum(),
         variance_from(reach, distributions.lengths).sum().sqrt(),
     )
-    assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-3
+    assert abs(sum(row.target_calls for row in texts.counts) - calls) <= 4 * sigma + 1e-3
     assert bool(temperature) == bool(sigma > 0)

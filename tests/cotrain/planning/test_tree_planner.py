@@ -40,12 +40,11 @@ from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.heads import Medusa, MedusaConfig, MedusaNetwork
-from inference.sampling.noise import row_ids
 from inference.verify.tree import Tree, chain, depths_of, full
 from tests.bench_stubs import chains_of, rates_of
 from tests.folders import network, target_folder, tokenizer
 from tests.settings import resized
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 
 TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
 TEXT = "the record"
@@ -111,10 +110,7 @@ SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by leve
 
 
 def run(engine: Engine, temperature: float = 1.0) -> Emitted:
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 8, 9]]
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=8, sampling=Sampling(temperature), ids=keys, ignore_eos=True)
-    return Emitted(prompts, keys, out.tokens, out.stats.rows)
+    return emitted(engine, [[1, 2, 3], [4], [5, 6], [7, 8, 9]], 8, Sampling(temperature), seed=0)
 
 
 def drafting(shape: tuple[int, ...] | None = SHAPE) -> Engine:

@@ -11,18 +11,16 @@ from inference.exactness.side_by_side import pair_figures
 from inference.exactness.verdict import check
 from inference.models.lm import LM
 from inference.models.step import by_round, one_by_one
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal, Proposer
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import NGramIndex, Retrieval
-from inference.sampling.noise import row_ids
 from tests.inference.models.test_packing import halved, needs_kernels
 from tests.inference.proposers.test_hybrid import gate
 from tests.kinds import KINDS
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 
 V, NEW, K = 8, 24, 3
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
@@ -38,9 +36,7 @@ class Unknown(Independent):
 def run(proposer, sampling=Sampling(), rule="token", rows=16, prompts=PROMPTS):  # noqa: B008
     target = tiny(vocab=V, layers=1, hidden=8, seed=3)
     engine = Engine(target, proposer(near(target, 0.15)), verify=rule, policy=Fixed(K), rows=rows)
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Emitted(prompts, keys, out.tokens, out.stats.rows)
+    return engine, emitted(engine, prompts, NEW, sampling)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +78,13 @@ def test_no_operator_draws_in_the_place_of_the_text(kind: str) -> None:
             Independent(halved(near(tiny(hidden=32, layers=4), 0.1))), Retrieval(shortest=2), gate({2, 3})
         )
     engine = Engine(target, proposer, policy=Fixed(K), rows=16)
-    keys, prompts = row_ids(PROMPTS), PROMPTS
     with torch.profiler.profile() as profile:
-        out = engine.generate(prompts, max_new_tokens=NEW, seed=5, ids=keys, ignore_eos=True)
+        texts = emitted(engine, PROMPTS, NEW)
     assert ("inference::chain" in {event.key for event in profile.key_averages()}) == (kind == "hybrid")
-    result = check(engine, Emitted(prompts, keys, out.tokens, out.stats.rows), Sampling(), NEW)
+    result = check(engine, texts, Sampling(), NEW)
     assert result.passed and result.calls is not None, result.lines()
-    assert abs(result.calls.tau / out.stats.tau - 1) < 0.1
+    tau = len(PROMPTS) * NEW / sum(row.target_calls for row in texts.counts)
+    assert abs(result.calls.tau / tau - 1) < 0.1
 
 
 class Table(Proposer):
@@ -115,12 +111,9 @@ def test_drafts_without_a_distribution_end_their_round(rule: str) -> None:
 def test_texts_have_tokens_that_a_pruned_draft_lacks() -> None:
     target = tiny()
     engine = Engine(target, KINDS["eagle, pruned"].proposer(target), policy=Fixed(K), rows=4)
-    prompts = [[5, 6], [7, 1, 2, 3], [1, 2, 3], [9, 9]]
-    keys = row_ids(prompts)
-    out = engine.generate(prompts, max_new_tokens=NEW, seed=5, ids=keys, ignore_eos=True)
-    texts = Emitted(prompts, keys, out.tokens, out.stats.rows)
+    texts = emitted(engine, [[5, 6], [7, 1, 2, 3], [1, 2, 3], [9, 9]], NEW)
     result = pair_figures(engine, engine.proposer, texts, Sampling(), NEW, 0.0)
-    known = torch.isin(torch.tensor(out.tokens), engine.proposer.network.known)[:, :-1]  # the last is not drafted
+    known = torch.isin(torch.tensor(texts.tokens), engine.proposer.network.known)[:, :-1]  # the last is not drafted
     assert torch.equal(result.logq[:, :-1, 0].isfinite(), known) and known.any() and not known.all()
 
 

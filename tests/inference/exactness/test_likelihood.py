@@ -13,10 +13,9 @@ from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from inference.round import DecodingRound
-from inference.sampling.noise import row_ids
 from inference.verify import chain
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 
 V, NEW, K, ROWS = 16, 48, 3, 32
 PROMPTS = [[1 + i % 7, (3 * i) % V, i % 5] for i in range(ROWS)]
@@ -29,9 +28,8 @@ def run(
 ) -> tuple[Engine, Emitted]:
     target = tiny(vocab=V, layers=1, seed=3, dtype=torch.float32)
     drafts = NGram() if proposer is NGram else Independent(near(target))
-    engine, keys = Engine(target, drafts, policy=Fixed(K), rows=times * ROWS), row_ids(times * PROMPTS)
-    out = engine.generate(times * PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Emitted(times * PROMPTS, keys, out.tokens, out.stats.rows)
+    engine = Engine(target, drafts, policy=Fixed(K), rows=times * ROWS)
+    return engine, emitted(engine, times * PROMPTS, NEW, sampling)
 
 
 def verdict(proposer: type[Independent | NGram], times: int = 1) -> Verdict:
@@ -115,5 +113,5 @@ def test_texts_of_a_model_in_half_precision_are_judged_in_float32() -> None:
     """As they are decoded: its own forward in half precision has another likeliest token at some places."""
     engine = Engine(tiny(dtype=torch.bfloat16), Independent(near(tiny(dtype=torch.bfloat16))), rows=4)
     prompts = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]]
-    out = engine.generate(prompts, max_new_tokens=100, sampling=Sampling(0.0), ignore_eos=True)
-    assert not check_likelihood(engine, Emitted(prompts, [], out.tokens, []), Sampling(0.0)).impossible
+    texts = emitted(engine, prompts, 100, Sampling(0.0), seed=0)
+    assert not check_likelihood(engine, texts, Sampling(0.0)).impossible

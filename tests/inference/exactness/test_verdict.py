@@ -5,13 +5,11 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.verdict import check
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Proposal
 from inference.sampling import one_hot
-from inference.sampling.noise import row_ids
-from tests.tiny import tiny
+from tests.tiny import emitted, tiny
 
 V, NEW = 8, 24
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
@@ -19,9 +17,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
 
 def run(target, proposer, sampling, rule="token", k=3):
     engine = Engine(target, proposer, verify=rule, policy=Fixed(k), rows=len(PROMPTS))
-    keys = row_ids(PROMPTS)
-    out = engine.generate(PROMPTS, max_new_tokens=NEW, sampling=sampling, seed=5, ids=keys, ignore_eos=True)
-    return engine, Emitted(PROMPTS, keys, out.tokens, out.stats.rows)
+    return engine, emitted(engine, PROMPTS, NEW, sampling)
 
 
 def verdict(target, proposer, sampling=Sampling(), rule="token"):  # noqa: B008

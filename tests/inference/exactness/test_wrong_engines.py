@@ -13,16 +13,14 @@ from inference.exactness.side_by_side import pair_figures
 from inference.exactness.ties import Compared, Difference
 from inference.exactness.verdict import check
 from inference.models import forward, llama, step
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Proposal
-from inference.sampling.noise import row_ids
 from inference.verify import chain
 from tests import late_faults
 from tests.late_faults import FAULTS, scaled
 from tests.often import often
-from tests.tiny import near, record_on_cpu, tiny
+from tests.tiny import emitted, near, record_on_cpu, tiny
 
 V, NEW, K = 16, 48, 3
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -46,9 +44,7 @@ def pair(dtype, noise=0.02, **settings):
 
 def run(target, proposer, sampling=Sampling(), rule="token", rows=8, new=NEW, seed=5, **settings):  # noqa: B008
     engine = Engine(target, proposer, verify=rule, policy=Fixed(K), rows=rows, **settings)
-    keys = row_ids(prompts(rows))
-    out = engine.generate(prompts(rows), max_new_tokens=new, sampling=sampling, seed=seed, ids=keys, ignore_eos=True)
-    return engine, Emitted(prompts(rows), keys, out.tokens, out.stats.rows)
+    return engine, emitted(engine, prompts(rows), new, sampling, seed)
 
 
 def verdict_of(target, proposer, sampling=Sampling(), rule="token", **settings):  # noqa: B008

@@ -14,14 +14,12 @@ from inference.measure.tree_plan import (
 )
 from inference.measure.tree_shapes import every
 from inference.models.lm import LM
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers import Independent
-from inference.sampling.noise import row_ids
 from inference.verify.predict_chain import calls_from, variance_from
 from inference.verify.predict_tree import rank_of
 from inference.verify.tree import from_paths, paths_of
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 from tests.trees import depth, topologies
 
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
@@ -30,18 +28,17 @@ SHAPE = (-1, 0, -1, 1, -1, 0, 2)
 
 @pytest.mark.parametrize(("rule", "temperature"), [("tree", 1.0), ("traversal", 1.0), ("tree", 0.0)])
 def test_calls_from_two_passes_are_those_of_the_run(rule: str, temperature: float) -> None:
-    target, sampling, keys = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature), row_ids(PROMPTS)
+    target, sampling = tiny(vocab=8, layers=1, hidden=8, seed=3), Sampling(temperature)
     draft = near(target, 0.3)
     engine = Engine(target, Independent(draft, shape=SHAPE), verify=rule, policy=Fixed(3), rows=16)
-    out = engine.generate(PROMPTS, max_new_tokens=20, sampling=sampling, ids=keys, ignore_eos=True)
-    texts = Emitted(PROMPTS, keys, out.tokens, out.stats.rows)
+    texts = emitted(engine, PROMPTS, 20, sampling, seed=0)
     distributions = distributions_of(LM(target, 8), LM(draft, 8), texts, sampling)
     reach = reach_under(distributions, SHAPE, rule, temperature == 0)
     calls, sigma = (
         calls_from(reach, distributions.lengths).sum(),
         variance_from(reach, distributions.lengths).sum().sqrt(),
     )
-    assert abs(out.stats.target_calls - calls) <= 4 * sigma + 1e-9
+    assert abs(sum(row.target_calls for row in texts.counts) - calls) <= 4 * sigma + 1e-9
     assert bool(temperature) == bool(sigma > 0)
     ends = distributions.lengths.tolist()
     late = [reach[row, t, end - t :] for row, end in enumerate(ends) for t in range(end)]

@@ -9,16 +9,14 @@ from inference import Engine, Sampling
 from inference.exactness.verdict import check
 from inference.lookup.corpus import About, Datastore
 from inference.lookup.suffixes import Match, SuffixAutomaton
-from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers.hybrid import LONGEST, Gate, HeldOutPosition, Hybrid, calibrated_gate
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
-from inference.sampling.noise import row_ids
 from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_drafting import calls  # noqa: F401 - a fixture
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import emitted, near, tiny
 
 
 def gate(lengths: set[int]) -> Gate:
@@ -128,9 +126,7 @@ def test_calls_and_acceptance_are_those_that_the_texts_foretell(kind: str) -> No
     retrieval, texts = Retrieval(shortest=1), [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3, 7, 1]] * 4
     proposer = Hybrid(Independent(near(target, 0.15)), retrieval, gate({2, 3, 4})) if kind == "hybrid" else retrieval
     engine = Engine(target, proposer, policy=Fixed(4), rows=8)
-    keys = row_ids(texts)
-    out = engine.generate(texts, max_new_tokens=24, seed=5, ids=keys, ignore_eos=True)
-    verdict = check(engine, Emitted(texts, keys, out.tokens, out.stats.rows), Sampling(), 24)
+    verdict = check(engine, emitted(engine, texts, 24), Sampling(), 24)
     assert verdict.passed, verdict.lines()
     assert verdict.calls is not None and verdict.calls.measured < 16 * 24
     assert (verdict.calls.sigma == 0) == (kind == "retrieval")
