@@ -54,10 +54,9 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (FILES / name).read_text(encoding="utf-8-sig").splitlines()]
 
 
-def rendered(*turns: tuple[str, str], template: str = PLAIN, tools: Any = None) -> tuple[list[int], list[int]]:
+def rendered(*turns: tuple[str, str]) -> tuple[list[int], list[int]]:
     """Prompt and completion of the last turn, as the template itself renders them."""
-    messages = [{"role": role, "content": content} for role, content in turns]
-    return by_template(messages, template)
+    return by_template([{"role": role, "content": content} for role, content in turns])
 
 
 def by_template(messages: list[dict[str, Any]], template: str = PLAIN) -> tuple[list[int], list[int]]:
@@ -83,22 +82,6 @@ def train(place: Path, name: str | Path, template: str | None, *settings: str) -
     return main(
         ["train", f"target.path={folder}", f"data.path={FILES / name}", f"output={place / 'run'}", *SIZES, *settings]
     )
-
-
-@case("sharegpt")
-def test_sharegpt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found, _ = read("sharegpt.jsonl")
-    wanted = [
-        rendered(*(("user" if one["from"] == "human" else "assistant", one["value"]) for one in row))
-        for row in (row["conversations"] for row in rows_of("sharegpt.jsonl")[:40])
-    ]
-    opened = [("system", "Answer briefly."), ("user", "Name a river.")]
-    whole = [*opened, ("assistant", "The Rhine."), ("user", "Another?"), ("assistant", "The Elbe.")]
-    assert pairs(found) == [*wanted, rendered(*whole[:3]), rendered(*whole)]
-    assert train(tmp_path, "sharegpt.jsonl", PLAIN, "check=true") == 0
-    said = capsys.readouterr().out
-    assert "41 of 41 rows are read, columns conversations; not read: id" in said
-    assert said.count("as the target reads it: '<|user|>") == 3
 
 
 @case("tool arguments as text")
@@ -147,17 +130,6 @@ def test_response_and_completion() -> None:
     ]
     assert pairs(found) == wanted and len(wanted) == 40
     assert "columns prompt, completion (20), response (20)" in found.remarks[0]
-
-
-@case("alpaca")
-def test_alpaca() -> None:
-    found, _ = read("alpaca.jsonl")
-    asked = ["\n".join(filter(None, (row["instruction"], row["input"]))) for row in rows_of("alpaca.jsonl")]
-    wanted = [
-        rendered(("user", prompt), ("assistant", row["output"]))
-        for prompt, row in zip(asked, rows_of("alpaca.jsonl"), strict=True)
-    ]
-    assert pairs(found) == wanted and len(wanted) == 40
 
 
 @case("odd rows")

@@ -39,11 +39,10 @@ def of(template: str | None, **options: Any) -> Template:
     return Template(one, options, {one.eos_token_id})
 
 
-def chat(*contents: str, system: str | None = None) -> dict[str, Any]:
+def chat(*contents: str) -> dict[str, Any]:
     """A conversation that the user opens."""
     roles = [("user", "assistant")[i % 2] for i in range(len(contents))]
-    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
-    return {"messages": [{"role": "system", "content": system}] * bool(system) + messages}
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]}
 
 
 def turns(template: Template, *rows: dict[str, Any]) -> list[tuple[str, str]]:
@@ -51,14 +50,6 @@ def turns(template: Template, *rows: dict[str, Any]) -> list[tuple[str, str]]:
     reader, decode = Reader(templated=template.tokenizer.chat_template is not None), template.tokenizer.decode
     made = [turn for row in rows for turn in template.turns(reader.row(row))]
     return [(str(decode(one.prompt)), str(decode(one.completion))) for one in made]
-
-
-def test_each_turn_of_the_assistant_is_a_text_that_ends_with_its_end_token() -> None:
-    history = f"<system>Be brief.{END}\n<user>Hi{END}\n"
-    assert turns(of(PLAIN), chat("Hi", "Yes?", "1+1", "2", system="Be brief.")) == [
-        (history + "<assistant>", f"Yes?{END}"),
-        (history + f"<assistant>Yes?{END}\n<user>1+1{END}\n<assistant>", f"2{END}"),
-    ]
 
 
 def test_the_content_of_a_message_is_text_its_text_parts_or_nothing_where_it_calls_tools() -> None:
