@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -63,9 +63,14 @@ def few_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(corpora, "_source_files", lambda: found)
 
 
+def write_rows(path: Path, rows: Iterable[object]) -> Path:
+    """A jsonl of the rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
 def own_texts(path: Path, count: int = 300) -> Path:
     """A jsonl of generated records; some 5 % of them fall to the held-out split."""
     rng = random.Random(0)
     rows = [{"text": records(rng.randrange(10**6))[:400]} for _ in range(count)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_rows(path, rows)

@@ -17,9 +17,10 @@ from cotrain.data.splits import ALL_ROWS
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
+from inference.drafts.weight_files import read_json
 from tests.cases import FILES, TEMPLATES, case
 from tests.cotrain.data.test_inputs import given
-from tests.folders import network, target_folder, tokenizer
+from tests.folders import network, target_folder, tokenizer, write_rows
 
 PLAIN = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -195,7 +196,7 @@ def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
 ) -> None:
     """Exactly one of both, for every column beside a prompt or messages."""
     for name, more in (("without", {}), ("with", {column: value})):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row | more)}\n" for _ in range(20)))
+        write_rows(tmp_path / f"{name}.jsonl", [row | more] * 20)
     (without, _), (found, _) = (read(tmp_path / f"{name}.jsonl", TOLD) for name in ("without", "with"))
     columns, _, rest = found.remarks[0].partition("; not read: ")
     listed = column in columns.partition("columns ")[2].split(", ")
@@ -208,7 +209,7 @@ def test_plain_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out
     assert "data.path: is each prompt what a user says? " in said
     assert "as the target reads it: '<|system|>Answer in French.<|endoftext|>\\n<|user|>Say hello" in said
-    served = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["served"]
+    served = read_json(tmp_path / "run" / "draft" / "cotrain.json")["served"]
     assert (served["chat"], served["messages"]) == (None, True)
     for template, chat, wanted in ((PLAIN, False, "data.chat=true makes each"), (None, None, "has no chat template")):
         found, texts = read("system_column.jsonl", template, chat=chat)
@@ -281,8 +282,7 @@ def test_template_writes_an_empty_thought(tmp_path: Path) -> None:
         }
         for i in range(9)
     ]
-    file = tmp_path / "own.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in thought))
+    file = write_rows(tmp_path / "own.jsonl", thought)
     without = TEMPLATES["empty_think"].replace("<think>\n\n</think>\n\n", "")
     assert read(file, without)[1][3][1] == "<think>\nhm\n</think>\n\n3<|im_end|>\n"  # the target's own stays
 
@@ -316,7 +316,7 @@ def test_template_writes_the_date(
     assert "since the stored ones do not fit" not in capsys.readouterr().out
     assert kept == {file.name: file.read_bytes() for file in (tmp_path / "run" / "rollouts").iterdir()}
     assert main([*command, "overwrite=true"]) == 0  # a new run has its own date
-    assert json.loads((tmp_path / "run" / "rollouts" / "train_T1.json").read_text())["source"]["date"] == "2026-03-02"
+    assert read_json(tmp_path / "run" / "rollouts" / "train_T1.json")["source"]["date"] == "2026-03-02"
 
 
 SHORT = """rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=32 rollout.temperatures=[1.0] measure=false
@@ -338,5 +338,5 @@ def test_answers_of_one_and_two_tokens_are_learnt_and_judged(settings: str, tmp_
         f"output={tmp_path / 'out'}",
     ]
     assert main(["train", *paths, *SHORT, *settings.split()]) == 0
-    tau = json.loads((tmp_path / "out" / FIGURES).read_text())["tau"]
+    tau = read_json(tmp_path / "out" / FIGURES)["tau"]
     assert tau == 1 if settings.endswith("new_tokens=1") else tau >= 1  # a text of one token takes one call

@@ -1,7 +1,6 @@
 """Servers that fill in what a request leaves open, and servers that answer with text alone."""
 
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ from inference.servers.openai_client import Client
 from tests.cases import case
 from tests.cotrain.bench.test_server_parity import plan  # noqa: F401 - a fixture
 from tests.cotrain.rollout.test_self_prompts import GEMMA
-from tests.folders import network, tokenizer
+from tests.folders import network, tokenizer, write_rows
 from tests.inference.servers.test_openai_client import Lookalike, url  # noqa: F401 - a fixture
 
 NEUTRAL = {
@@ -60,8 +59,7 @@ def gemma_folder(path: Path) -> Path:
 
 def rollout(address: str, tmp_path: Path, rows: list[dict], status: int = 0) -> Path:
     """Run `cotrain rollout` on rows, with the server, expect its status, and return its output."""
-    target, data = gemma_folder(tmp_path / "target"), tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    target, data = gemma_folder(tmp_path / "target"), write_rows(tmp_path / "rows.jsonl", rows)
     asked = [
         f"rollout.url={address}",
         f"target.path={target}",

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from cotrain.config.overrides import quote
+from inference.drafts.weight_files import read_json
 from inference.report.build import validate
 from tests.settings import composed
 
@@ -40,7 +41,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def report(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / "draft" / "report.json").read_text())
+    found: dict[str, Any] = read_json(folder / "draft" / "report.json")
     validate(found)
     assert found["exactness"]["passed"] and (folder / "report.html").is_file()
     return found
@@ -59,7 +60,7 @@ def test_a_chat_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_a_quantised_target(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("quantised_target", monkeypatch)
     report(place / "quantised" / "run")
-    settings = json.loads((place / "quantised" / "run" / "run.json").read_text())["settings"]
+    settings = read_json(place / "quantised" / "run" / "run.json")["settings"]
     assert settings["quantisation"]["kind"] == "nf4"
     assert "warning: quantisation=nf4 on a CPU" in capsys.readouterr().err
 
@@ -74,7 +75,7 @@ def test_own_data_from_parquet(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.thorough
 def test_a_sweep(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("sweep", monkeypatch)
-    compared = json.dumps(json.loads((place / "sweep" / "compared.json").read_text()))
+    compared = json.dumps(read_json(place / "sweep" / "compared.json"))
     assert "loss=kl_then_tv" in compared
     runs = sorted(path.name for path in (place / "sweep" / "runs").iterdir())
     assert runs == [f"loss={loss},trainer.seed={seed}" for loss in ("kl", "kl_then_tv") for seed in (0, 1)]
@@ -94,7 +95,7 @@ def test_serving_without_vllm_says_the_command(
 
 def cells(notebook: Path) -> list[str]:
     """Its code, as a kernel would run it."""
-    found = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    found = read_json(notebook)["cells"]
     return ["".join(cell["source"]) for cell in found if cell["cell_type"] == "code"]
 
 
@@ -133,7 +134,7 @@ def test_the_notebook_for_a_gpu_host(
     for number, cell in enumerate(cells(EXAMPLES / "free_gpu.ipynb")):
         exec(compile(cell, f"free_gpu.ipynb, cell {number}", "exec"), names)
     for run in ("draft/draft", "bench"):
-        found = json.loads((tmp_path / "outputs" / run / "report.json").read_text())
+        found = read_json(tmp_path / "outputs" / run / "report.json")
         validate(found)
         assert found["exactness"]["passed"]
     measured = [line["y"] for line in names["by_depth"].data if line["name"] == "measured"]
@@ -144,7 +145,7 @@ def test_the_notebook_for_a_gpu_host(
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_notebook_has_no_output(path: Path) -> None:
-    found = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    found = read_json(path)["cells"]
     assert all(not cell["outputs"] and cell["execution_count"] is None for cell in found if cell["cell_type"] == "code")
 
 

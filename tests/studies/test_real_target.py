@@ -12,6 +12,7 @@ from cotrain.planning.planner import BATCH
 from cotrain.training.job import models
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, save
+from inference.drafts.weight_files import read_json
 from inference.measure.arms import engine_arm
 from inference.measure.timing import interleave
 from inference.models.pretrained import load_model
@@ -20,7 +21,7 @@ from inference.proposers import Independent
 from studies import real_target, real_target_beside, real_target_cells
 from tests import standin
 from tests.draft_folders import draft_folder
-from tests.folders import network, target_folder, tokenizer
+from tests.folders import network, target_folder, tokenizer, write_rows
 from tests.inference.measure.test_timing import timing
 
 TEMPLATE = "{% for one in messages %}[{{ one.content }}]{% endfor %}"
@@ -47,13 +48,12 @@ def options(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> li
         for task in ("chat", "edits")
         for i in range(7)
     ]
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = write_rows(tmp_path / "prompts.jsonl", rows)
     return [f"--output={tmp_path / 'out.json'}", f"--target={target}", f"--prompts={prompts}", "--seconds=1", *TINY]
 
 
 def cells(tmp_path: Path) -> list[dict[str, Any]]:
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = read_json(tmp_path / "out.json")
     return [{**cell, "command": report["runs"][cell["run"]]["command"]} for cell in report["cells"]]
 
 
@@ -120,7 +120,7 @@ def test_engines_take_turns_and_what_is_left_out_is_said(
     drafts = [f"small={draft_folder(tmp_path / 'draft', target, 'independent')}", "int8=draft=quantised draft.bits=8"]
     for rows in ("1", "1,2"):
         real_target.main([*drafts, *options, "--beside", "--regimes=1", f"--rows={rows}", "--tasks=chat"])
-    report = json.loads((tmp_path / "out.json").read_text())
+    report = read_json(tmp_path / "out.json")
     alone, together = report["beside"]
     assert (alone["run"], together["run"]) == (0, 1) and not report["cells"]
     assert list(alone["engines"]) == ["small", "transformers, small", "int8", "plain", "transformers"]
@@ -231,7 +231,7 @@ def test_what_another_engine_accepted_is_compared_with_the_prediction(
     given = ["--vllm=python", vllm] if engine == "vllm" else ["--llamacpp=modules", "--llamacpp-draft=gguf"]
     asked = [draft, *options, "--set=bench.new_tokens=24", "--regimes=0.7", "--rows=1", "--tasks=chat,edits"]
     real_target.main([*asked, "--acceptance", *given, "--llamacpp-k=2"])
-    found, first = json.loads((tmp_path / "out.json").read_text())["acceptance"], int(engine == "vllm")
+    found, first = read_json(tmp_path / "out.json")["acceptance"], int(engine == "vllm")
     assert [(one["task"], one["engine"], one["prompts"]) for one in found] == [
         (task, {"vllm": "vllm, bfloat16"}.get(engine, engine), 3) for task in ("chat", "edits")
     ]

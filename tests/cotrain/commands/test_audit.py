@@ -14,7 +14,7 @@ from cotrain.config.settings import AuditConfig
 from inference.servers.openai_client import Client
 from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
-from tests.folders import own_texts, target_folder
+from tests.folders import own_texts, target_folder, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +90,14 @@ def test_a_servers_texts_pass_and_hotter_ones_do_not(server: FakeVLLM, target: P
 def test_prompts_of_the_user_are_asked_whatever_their_length(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
     """All of 66 to 98 tokens; those of a limit are left out."""
     rows = [{"prompt": f"{i} " + "of all the words " * (4 + i % 3)} for i in range(40)]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    size = [f"url={server.url}", f"data.path={tmp_path / 'own.jsonl'}", "prompts=4", "new_tokens=20"]
+    size = [f"url={server.url}", f"data.path={write_rows(tmp_path / 'own.jsonl', rows)}", "prompts=4", "new_tokens=20"]
     assert audited(target, tmp_path / "out", *size)[1]["texts"] == 8
     assert main(["audit", f"target.path={target}", f"output={tmp_path / 'no'}", *size, "prompt_tokens=60"]) == 1
 
 
 def test_greedy_texts_pass_and_sampled_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
     rows = [{"prompt": [3, 4, 5 + i], "completion": [7] * 30} for i in range(4)]
-    file = tmp_path / "texts.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
+    file = write_rows(tmp_path / "texts.jsonl", rows)
     size = [f"url={server.url}", "prompts=4", "prompt_tokens=6", "new_tokens=40", "regime.temperature=0"]
     assert audited(target, tmp_path / "out", *size)[0] == 0
     assert audited(target, tmp_path / "out", *size, "new_tokens=20")[0] == 4
@@ -196,8 +194,7 @@ def test_what_cannot_be_audited_is_said(
 def test_texts_are_tokenized_here_if_there_are_no_ids(
     target: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "texts.jsonl"
     rows = [("def f", "(x): return x"), ("i", "t is"), ("a", "me")]  # the target has tokens " it", " is" and "am"
-    file.write_text("".join(json.dumps({"prompt": one, "completion": two}) + "\n" for one, two in rows))
+    file = write_rows(tmp_path / "texts.jsonl", ({"prompt": one, "completion": two} for one, two in rows))
     assert audited(target, tmp_path / "out", f"texts={file}")[1]["texts"] == 1
     assert "3 texts are tokenized here, 2 are left out" in capfd.readouterr().out

@@ -1,6 +1,5 @@
 """`cotrain datastore`: what is written is what the training split says, in the target's ids."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from cotrain.cli import main
 from inference.drafts.compatibility import hash_tokenizer
 from inference.drafts.draft_folder import load_tokenizer
 from inference.lookup.corpus import Datastore
-from tests.folders import target_folder
+from tests.folders import target_folder, write_rows
 
 TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]
 
@@ -17,7 +16,7 @@ TEXTS = [f"the value of item {n} is {n * n} and no more" for n in range(60)]
 def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
     rows = [{"text": text} for text in TEXTS]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "data.jsonl", rows)
     command = [
         "datastore",
         f"target.path={target}",

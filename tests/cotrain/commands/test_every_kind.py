@@ -18,6 +18,7 @@ from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts.draft_folder import Metadata, PlannedTree, describe, load_tokenizer
+from inference.drafts.weight_files import read_json
 from inference.lookup.corpus import About, Datastore
 from inference.proposers.base import LoadArguments
 from inference.proposers.quantised import Quantised, QuantisedConfig
@@ -111,7 +112,7 @@ def test_a_folder_decodes(
 def test_a_folder_is_measured(kind: str, place: Path, settings: dict[str, Any]) -> None:
     path, output = drafted(place, kind), place / f"bench of {kind}"
     ran(settings, "bench", path, output)
-    report = json.loads((output / "report.json").read_text())
+    report = read_json(output / "report.json")
     validate(report)
     assert report["exactness"]["passed"], report["exactness"]["lines"]
     assert report["extra"]["kind"] == kind.partition(",")[0] and report["settings"]["draft"] == str(path)
@@ -186,14 +187,14 @@ def test_a_server_of_any_kind_is_compared(
     monkeypatch.setattr(server_parity.Parity, "passed", property(lambda parity: abs(parity.z) < 4))
     output = place / f"server of {kind}"
     ran(settings, "serve_check", drafted(place, kind), output)
-    report = json.loads((output / "report.json").read_text())
+    report = read_json(output / "report.json")
     assert (report["kind"], report["k"], report["parity"]["tokens"]) == (kind, 2, 8 * 11)
 
 
 def changed(path: Path, old: Path, **values: Any) -> Path:
     """A copy with another config.json."""
     shutil.copytree(old, path)
-    config = json.loads((path / "config.json").read_text())
+    config = read_json(path / "config.json")
     (path / "config.json").write_text(json.dumps(config | values))
     return path
 

@@ -18,6 +18,7 @@ from inference.drafts import gguf_target
 from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import PROMPTS, read
 from inference.drafts.gguf_target import about
+from inference.drafts.weight_files import read_json
 from tests.folders import network, own_texts, target_folder
 from tests.gguf_files import write_gguf
 
@@ -70,7 +71,7 @@ class TestDataSelf:
         assert "sampled from the target itself" in capsys.readouterr().out and not (tmp_path / "run").exists()
         assert train(place, target, tmp_path / "run", measured) == 0
         out = capsys.readouterr().out
-        counts = json.loads((tmp_path / "run" / "rollouts" / "self_prompts.json").read_text())["counts"]
+        counts = read_json(tmp_path / "run" / "rollouts" / "self_prompts.json")["counts"]
         assert self_prompts.counts_line(counts) in out and counts["kept"] >= 8
         rows = [json.loads(row) for row in (tmp_path / "run" / "rollouts" / "self_prompts.jsonl").open()]
         assert all(("messages" in row) == (target == "chat") for row in rows)
@@ -81,7 +82,7 @@ class TestDataSelf:
         metadata = read(draft).metadata
         assert metadata is not None and metadata.served.messages == (target == "chat")
         if target == "chat":
-            report = json.loads((draft / "report.json").read_text())
+            report = read_json(draft / "report.json")
             assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
         else:
             assert (
@@ -99,7 +100,7 @@ class TestDataSelf:
                 == 0
             )
             assert f"of {draft / PROMPTS}, which the draft did not learn from" in capsys.readouterr().out
-            assert json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["prompts"] == "own"
+            assert read_json(tmp_path / "bench" / "report.json")["extra"]["prompts"] == "own"
         assert main(["generate", f"draft.path={draft}", "prompt=hello there", "max_new_tokens=4"]) == 0
         capsys.readouterr()
         assert train(place, target, tmp_path / "run", measured) == 0  # finished, as its settings are the same
@@ -127,7 +128,7 @@ class TestDataSelf:
         assert [file.parent for file in run.rglob("self_prompts.jsonl")] == [run / "warm" / "rollouts"]
         first, last = (read_rows(run / at / "rollouts" / "held_out_T1")["prompt"] for at in ("warm", "."))
         assert list(first) == list(last)
-        manifests = [json.loads(file.read_text())["source"] for file in run.rglob("*_T1.json")]
+        manifests = [read_json(file)["source"] for file in run.rglob("*_T1.json")]
         assert len(manifests) == 3 and all("contents" in one for one in manifests)
         rows = [json.loads(row) for row in (run / "warm" / "rollouts" / "self_prompts.jsonl").open()]
         final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]

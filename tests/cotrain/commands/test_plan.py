@@ -9,6 +9,7 @@ import pytest
 from cotrain.cli import main
 from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
+from inference.drafts.weight_files import read_json
 from tests.cotrain.commands.test_train import job
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
@@ -69,9 +70,9 @@ def test_a_plan_says_what_held_out_texts_say(
     )
     assert plan(run, "temperatures=[0,1.0]", f"data.path={tmp_path / 'two.jsonl'}") == 0
     assert len(seen) == 2 and fitted == [*seen[0], *seen[1]]
-    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    found = read_json(run.parent / "plan" / "plan.json")
     assert [(cell["temperature"], cell["rows"]) for cell in found["cells"]] == [(0, 1), (0, 4), (1.0, 1), (1.0, 4)]
-    report = json.loads((run / "draft" / "report.json").read_text())
+    report = read_json(run / "draft" / "report.json")
     cell = found["cells"][2]
     for k in (1, 2):
         tau = report["extra"]["held_out"][f"tau_T1/all/{k}"]  # on other texts
@@ -97,10 +98,10 @@ def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> 
     four = parts | {"target": [2.0, 4.0, 6.0, 8.0]}
     (tmp_path / "costs.json").write_text(json.dumps({"1": parts, "4": four}))
     assert plan(run, f"costs={tmp_path / 'costs.json'}") == 0
-    one, many = json.loads((run.parent / "plan" / "plan.json").read_text())["cells"]
+    one, many = read_json(run.parent / "plan" / "plan.json")["cells"]
     assert one["seconds_per_round"] == pytest.approx([1.01, 1.1 + 0.07 + 0.01, 1.2 + 0.12 + 0.01, 1.3 + 0.17 + 0.01])
     assert many["seconds_per_round"][3] == pytest.approx(8.18)
-    policy = json.loads((run.parent / "plan" / "policy.json").read_text())
+    policy = read_json(run.parent / "plan" / "policy.json")
     assert policy["seconds"]["1"] == pytest.approx(one["seconds_per_round"])
 
 
@@ -111,7 +112,7 @@ def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
     (tmp_path / "costs.json").write_text(json.dumps({"1": parts}))
     settings = [f"costs={tmp_path / 'costs.json'}", f"output={tmp_path / 'plan'}", "batches=[1]"]
     assert main(["plan", *settings, "bench.depths=[1,2,3]"]) == 0
-    (found,) = json.loads((tmp_path / "plan" / "plan.json").read_text())["speedups"]
+    (found,) = read_json(tmp_path / "plan" / "plan.json")["speedups"]
     assert found["speedups"]["0.5"] == [pytest.approx(1.75 * 1.01 / 1.33), 2]
     assert f"{1.75 * 1.01 / 1.33:.2f}x (2)" in capsys.readouterr().out
     assert main(["plan", *settings]) != 0 and "costs.json: 1 rows: target and rest" in capsys.readouterr().err
@@ -120,7 +121,7 @@ def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
 
 def test_files_for_other_programs_follow_from_the_plan(made: Path) -> None:
     found, schedule, profile = (
-        json.loads((made / f"{name}.json").read_text()) for name in ("plan", "schedule", "speculation_profile")
+        read_json(made / f"{name}.json") for name in ("plan", "schedule", "speculation_profile")
     )
     lengths = {str(cell["rows"]): cell["k"] for cell in found["cells"]}
     assert schedule["temperature"] == 1
@@ -137,7 +138,7 @@ def test_files_for_other_programs_follow_from_the_plan(made: Path) -> None:
 @pytest.mark.thorough
 def test_a_tree_is_forecast_beside_the_chain(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(run, "bench.trees=4", "batches=[1]") == 0
-    (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["cells"]
+    (cell,) = read_json(run.parent / "plan" / "plan.json")["cells"]
     tree = cell["tree"]
     assert 2 <= len(tree["tree"]["parents"]) <= 4 and 1 < tree["tau"] and tree["seconds"] > 0
     assert tree["speedup"] == pytest.approx((1 + tree["gain"]) * cell["speedups"][cell["k"]], rel=0.02)
@@ -148,7 +149,7 @@ def test_a_tree_is_forecast_beside_the_chain(run: Path, capsys: pytest.CaptureFi
 def test_several_drafts_are_planned_on_the_same_texts(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run / "draft", tmp_path / "copy")
     assert plan(run, f"drafts=[{tmp_path / 'copy'}]") == 0
-    found = json.loads((run.parent / "plan" / "plan.json").read_text())
+    found = read_json(run.parent / "plan" / "plan.json")
     by = {cell["draft"]: cell["tau"] for cell in found["cells"] if cell["rows"] == 1}
     assert len(by) == 2 and len({tuple(tau) for tau in by.values()}) == 1
 
@@ -183,7 +184,7 @@ def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_poli
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=4", "batches=[2]") == 0
-    made = json.loads((run.parent / "plan" / "plan.json").read_text())
+    made = read_json(run.parent / "plan" / "plan.json")
     (cell,) = made["measured"]
     full = cell["full_batches"]
     best = cell["k"] or full["k"]  # where plain decoding is the fastest, the best of all lengths is timed
@@ -215,7 +216,7 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
 ) -> None:
     shutil.copytree(run / "draft", tmp_path / "other")
     file = tmp_path / "other" / "cotrain.json"
-    metadata = json.loads(file.read_text())
+    metadata = read_json(file)
     metadata["served"]["quantisation"] = "int8"
     file.write_text(json.dumps(metadata))
     assert plan(run, f"drafts=[{tmp_path / 'other'}]") != 0
@@ -225,7 +226,7 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
 def test_a_servers_counters_are_compared_with_the_plan(
     run: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = json.loads((made / "plan.json").read_text())
+    found = read_json(made / "plan.json")
     (profile,) = found["acceptance"][str(run / "draft")].values()
     log = tmp_path / "log.json"
     log.write_text(
@@ -244,7 +245,7 @@ def test_the_adaptive_policy_is_what_is_timed(run: Path, monkeypatch: pytest.Mon
     never = Adaptive({1: (1.0, 99.0, 99.0, 99.0)}, Estimates(0.1, (0.0,) * INPUTS, (0.0,) * INPUTS))
     monkeypatch.setattr(drafted, "policy_of", lambda *given: never)
     assert plan(run, "measure=true", "bench.minutes=0", "bench.prompts=2", "batches=[1]") == 0
-    (cell,) = json.loads((run.parent / "plan" / "plan.json").read_text())["measured"]
+    (cell,) = read_json(run.parent / "plan" / "plan.json")["measured"]
     assert cell["arms"]["adaptive"]["tau"] == 1.0
 
 

@@ -1,6 +1,5 @@
 """`cotrain bench` measures the draft length, the tree and the rule that a folder was planned with, as it is served."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from cotrain.planning.planner import MeasuredCosts, plan_length
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs
 from inference.measure.costs import Costs, RealRound
 from tests.bench_stubs import chains_of, plan_of, rates_of
-from tests.folders import network, tokenizer
+from tests.folders import network, tokenizer, write_rows
 from tests.settings import composed
 
 TREE = PlannedTree((-1, -1, 0), "traversal")
@@ -35,9 +34,8 @@ def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list
 class TestPromptLengths:
     def measured_on(self, tmp_path: Path, room: int | None, stored: int = 48) -> tuple[int, int]:
         """The limit of the prompt length, and the number of prompts, of conversations longer than 48 tokens."""
-        file = tmp_path / "chats.jsonl"
         rows = [{"prompt": f"Number {i} " + "of many words " * (4 + i % 3 * 8)} for i in range(90)]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        file = write_rows(tmp_path / "chats.jsonl", rows)
         cfg: Any = composed("draft.path=there", f"data.path={file}", command="bench")
         cfg.bench.prompt_tokens, cfg.data.chat = stored, False
         given = prompts(cfg.data, cfg.bench, network(), tokenizer(), room)

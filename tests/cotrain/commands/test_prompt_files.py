@@ -1,6 +1,5 @@
 """Prompts that `cotrain generate` reads of a file."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from cotrain.cli import main
 from inference import Engine, Sampling
 from tests.cotrain.commands.test_cli import saved
 from tests.cotrain.data.test_inputs import templated
+from tests.folders import write_rows
 
 
 def test_prompts_of_a_file_keep_their_spaces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_rows_are_read_as_for_training(
     words.save_pretrained(target)
     messages = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user", "assistant")]
     rows = [{"prompt": "p", "completion": "c"}, {"messages": messages}, {"text": "t"}, *[{"prompt": "q"}] * 9, {"x": 1}]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "own.jsonl", rows)
     out = SimpleNamespace(text=["said"], errors=[None])
     engine = SimpleNamespace(generate=lambda prompts, **_: read.extend(prompts) or out)
     monkeypatch.setattr("cotrain.commands.generate._engine", lambda _: engine)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from cotrain.cli import main
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.export.eagle3 import export
+from inference.drafts.weight_files import read_json
 from inference.models.pretrained import load_model
 from tests.draft_folders import draft_folder
 from tests.folders import own_texts, target_folder
@@ -34,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = export(made, place / "speculators", "speculators", target=load_model(str(place / "target")))
     for name in ("cotrain.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (out / name).unlink(missing_ok=True)
-    config = json.loads((made / "config.json").read_text())
+    config = read_json(made / "config.json")
     for key in ("depths", "eagle_config", "eagle_aux_hidden_state_layer_ids", "norm_before_residual", "head_rank"):
         config.pop(key)
     (place / "eagle3").mkdir()
@@ -57,7 +58,7 @@ def test_bench_measures_it_and_says_what_it_is(place: Path, tmp_path: Path, caps
     assert commanded(place, "bench", "speculators", tmp_path / "out", *BENCH) == 0
     line = "is an EAGLE-3 draft in the layout of speculators, read as a draft of kind eagle\n"
     assert capsys.readouterr().err.count(f"draft.path: {place / 'speculators'} {line}") == 1
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = read_json(tmp_path / "out" / "report.json")
     assert report["exactness"]["passed"] and report["extra"]["kind"] == "eagle"
 
 
@@ -104,7 +105,7 @@ def test_a_training_starts_with_its_acceptance(place: Path, tmp_path: Path, caps
     figures: list[dict[str, Any]] = []
     for draft in ("eagle", "speculators", "eagle3"):
         assert commanded(place, "train", draft, tmp_path / draft, f"data.path={place / 'own.jsonl'}", *TRAIN) == 0
-        figures.append(json.loads((tmp_path / draft / FIGURES).read_text()))
+        figures.append(read_json(tmp_path / draft / FIGURES))
     assert figures[0]["tau"] > 1
     for one in figures[1:]:
         assert one["tau"] == pytest.approx(figures[0]["tau"], abs=1e-4)

@@ -18,7 +18,7 @@ from inference.drafts.draft_folder import METADATA, PROMPTS
 from tests.cotrain.commands.test_output_inputs import texts_of
 from tests.cotrain.data.test_inputs import given, templated
 from tests.draft_folders import draft_folder
-from tests.folders import network, target_folder, tokenizer
+from tests.folders import network, target_folder, tokenizer, write_rows
 from tests.often import often
 
 COMMANDS = [name for name, schema in SCHEMAS.items() if "draft.path" in texts_of(schema)]
@@ -92,7 +92,7 @@ def test_a_missing_package_is_named_as_for_the_target(
 class TestPrompts:
     def own(self, folder: Path, count: int = 20) -> None:
         rows = [{"messages": [{"role": "user", "content": f"Number {i} of {i % 7}"}]} for i in range(count)]
-        (folder / PROMPTS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / PROMPTS, rows)
 
     def measured_on(self, folder: Path, path: str | None = None) -> Any:
         size: Any = SimpleNamespace(prompt_tokens=48, seed=0)
@@ -116,17 +116,14 @@ class TestPrompts:
     ) -> None:
         """And the file has none of the prompts that the target sampled."""
         self.own(shipped)
-        others = "".join(json.dumps({"prompt": f"Other {i}"}) + "\n" for i in range(12))
-        (tmp_path / "mine.jsonl").write_text(others)
-        found = self.measured_on(shipped, str(tmp_path / "mine.jsonl"))
+        others = write_rows(tmp_path / "mine.jsonl", ({"prompt": f"Other {i}"} for i in range(12)))
+        found = self.measured_on(shipped, str(others))
         assert (len(found.ranking), len(found.final), found.source) == (2, 10, "own")
-        assert (
-            f"prompts: 12 of {tmp_path / 'mine.jsonl'}, which the draft did not learn from" in capsys.readouterr().out
-        )
+        assert f"prompts: 12 of {others}, which the draft did not learn from" in capsys.readouterr().out
         shutil.copytree(shipped, tmp_path / "drafts" / "own")  # which may have begun with another that knows them
-        assert len(self.measured_on(tmp_path / "drafts" / "own", str(tmp_path / "mine.jsonl")).final) < 5
+        assert len(self.measured_on(tmp_path / "drafts" / "own", str(others)).final) < 5
         (tmp_path / "mine.jsonl").write_text((shipped / PROMPTS).read_text().splitlines()[-1] + "\n" + others)
-        assert len(self.measured_on(shipped, str(tmp_path / "mine.jsonl")).final) < 5
+        assert len(self.measured_on(shipped, str(others)).final) < 5
 
     def test_a_folder_without_any_is_measured_on_the_shipped_ones(self, shipped: Path, monkeypatch: Any) -> None:
         monkeypatch.undo()

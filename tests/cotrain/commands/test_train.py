@@ -23,9 +23,10 @@ from cotrain.run_folder import claim
 from cotrain.training import fit, preflight, results
 from cotrain.training import run as runs
 from inference import Sampling, load
+from inference.drafts.weight_files import read_json
 from inference.report.build import validate
 from tests import standin
-from tests.folders import own_texts, target_folder
+from tests.folders import own_texts, target_folder, write_rows
 from tests.pages import Parsed
 from tests.settings import composed, typed
 
@@ -71,7 +72,7 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 def planned(run: Path) -> int:
     """The draft length that this machine's costs call for: 1, or the only other one that was asked for."""
-    return int(json.loads((run / "draft" / "report.json").read_text())["extra"]["planned_k"])
+    return int(read_json(run / "draft" / "report.json")["extra"]["planned_k"])
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -79,7 +80,7 @@ def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
 
 
 def test_the_report_is_whole(run: Path) -> None:
-    report = json.loads((run / "draft" / "report.json").read_text())
+    report = read_json(run / "draft" / "report.json")
     validate(report)
     extra = report["extra"]
     assert [kept["step"] for kept in extra["checkpoints"]] == [0, 2, 4, 5]
@@ -93,14 +94,14 @@ def test_a_run_leaves_its_page_with_a_replay_and_where_distributions_differ(run:
     page = Parsed((run / "report.html").read_text(encoding="utf-8"))
     assert {"figures", "acceptance", "speed", "costs", "training", "differences", "replay"} <= set(page.texts)
     assert "partial" not in page.texts[""]
-    replay = json.loads((run / "replay.json").read_text())
+    replay = read_json(run / "replay.json")
     assert page.blocks["replay-0-data"] == replay and len(replay["rows"]) == 4
-    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    extra = read_json(run / "draft" / "report.json")["extra"]
     assert abs(extra["divergence"]["mean"] - 1 + extra["held_out"]["alpha_T1/all"]) < 1e-4
 
 
 def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
-    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    extra = read_json(run / "draft" / "report.json")["extra"]
     best = max(extra["checkpoints"], key=lambda kept: kept["tau"])["step"]
     assert extra["exported_step"] == best
     served = {name: value.to(torch.bfloat16) for name, value in weights(run, best).items()}
@@ -115,7 +116,7 @@ def events_of(run: Path) -> EventAccumulator:
 
 def test_figures_are_logged_at_the_steps_that_they_are_of(run: Path) -> None:
     events = events_of(run)
-    extra = json.loads((run / "draft" / "report.json").read_text())["extra"]
+    extra = read_json(run / "draft" / "report.json")["extra"]
     for name in (tags.SPEEDUP, tags.SHARE, "4_held_out/acceptance_T1", "4_held_out/acceptance_T0"):
         assert [event.step for event in events.Scalars(name)] == [0, 2, 4, 5]
     for name in (tags.ACCEPTANCE, tags.TAU, "3_depth/acceptance_1"):
@@ -124,7 +125,7 @@ def test_figures_are_logged_at_the_steps_that_they_are_of(run: Path) -> None:
     assert judged[extra["exported_step"]] == pytest.approx(extra["held_out"]["alpha_T1/all"], abs=1e-6)
     speeds = [event.value for event in events.Scalars(tags.SPEEDUP)]
     assert speeds == pytest.approx([kept["speedup"] for kept in extra["checkpoints"]], rel=1e-6)
-    lr = json.loads((run / "run.json").read_text())["settings"]["optimizer"]["lr"]
+    lr = read_json(run / "run.json")["settings"]["optimizer"]["lr"]
     (rate,) = events.Scalars(tags.RATE)  # of step 5, with four fifths of the training done and a decay over two
     assert (rate.step, rate.value) == (5, pytest.approx(lr / 2))
     assert all(events.Scalars(name)[0].value > 0 for name in (tags.LOSS, tags.NORM, tags.TOKENS_PER_SECOND))
@@ -137,7 +138,7 @@ def test_tensorboard_answers_in_few_groups_and_one_run(run: Path) -> None:
     assert groups[:2] == [tags.SERVING, tags.TRAINING] and len(groups) <= 8 and len(names) <= 40
     assert not [name for name in names if name.startswith(tags.DOMAINS)]  # there is one
     assert {path.parent for path in run.rglob("*tfevents*")} == {run / "tensorboard" / run.name}
-    report = json.loads((run / "draft" / "report.json").read_text())
+    report = read_json(run / "draft" / "report.json")
     (final,) = events.Scalars("8_final/speedup")
     assert (final.step, final.value) == (5, pytest.approx(report["speedup"]["whole"]["value"]))
     assert "_hparams_/session_start_info" in events.summary_metadata
@@ -160,7 +161,7 @@ def test_the_draft_folder_decodes(run: Path, place: Path) -> None:
 def test_a_draft_of_an_adapted_target_does_not_load_the_bare_one(run: Path, place: Path) -> None:
     folder = shutil.copytree(run / "draft", place / "adapted")
     file = folder / "cotrain.json"
-    found = json.loads(file.read_text())
+    found = read_json(file)
     file.write_text(json.dumps(found | {"made": found["made"] | {"adapter": "/some/lora"}}))
     with pytest.raises(ValueError, match="with the adapter /some/lora; give target="):
         load(folder)
@@ -252,13 +253,13 @@ def test_a_run_that_stopped_after_its_last_step_still_reports_its_acceptance(
     asked, name = ("trainer.steps=4", *settings.split()), f"late {settings}"
     assert job(place, name, *asked) == 1 and "went down" in capsys.readouterr().err
     figures = place / name / "held_out.json"
-    first = json.loads(figures.read_text())["texts"]
+    first = read_json(figures)["texts"]
     figures.unlink()
     monkeypatch.setattr(results, "export", lambda job, module, steps, speed, _: found.update(module.acceptance()) or {})
     found: dict[str, float] = {}
     job(place, name, *asked)
     assert {"alpha_T0/own", "alpha_T1/all"} <= set(found)
-    assert first and json.loads(figures.read_text())["texts"] == first
+    assert first and read_json(figures)["texts"] == first
 
 
 def test_a_training_that_begins_with_a_draft_says_what_it_gained(
@@ -276,15 +277,15 @@ def test_a_training_that_begins_with_a_draft_says_what_it_gained(
     assert f"the weights of the target {place / 'tuned'} are not those that the draft was trained for" in err
     own = r"\((\S+) on texts of the target that the draft was trained for\)"
     said = re.search(rf"since the start, T=1: acceptance (\S+) -> (\S+) {own}, tau at k=4 .* on 2 texts", out)
-    report = json.loads((run / "draft" / "report.json").read_text())["extra"]["held_out"]["alpha_T1/all"]
+    report = read_json(run / "draft" / "report.json")["extra"]["held_out"]["alpha_T1/all"]
     assert said and float(said[3]) == pytest.approx(report, abs=5e-4)
     assert re.findall(rf"at the start, T=1: acceptance (\S+) {own}\n", out) == [(said[1], said[3])]
-    start, end = (json.loads((place / "again" / name).read_text()) for name in ("start.json", "held_out.json"))
+    start, end = (read_json(place / "again" / name) for name in ("start.json", "held_out.json"))
     assert (start["1"]["alpha"], end["texts"]["1"]["alpha"]) == pytest.approx(
         (float(said[1]), float(said[2])), abs=5e-4
     )
     assert job(place, "no step", *given, *again, "optimizer.lr=1e-12", target="tuned") == 0
-    still = json.loads((place / "no step" / "held_out.json").read_text())["texts"]["1"]["alpha"]
+    still = read_json(place / "no step" / "held_out.json")["texts"]["1"]["alpha"]
     assert abs(still - start["1"]["alpha"]) < 1e-4 < abs(end["texts"]["1"]["alpha"] - start["1"]["alpha"])
 
 
@@ -300,10 +301,10 @@ def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     assert f"draft: {draft} (not measured): to measure it, cotrain bench draft.path={draft}" in said
     trained = load_file(draft / "model.safetensors")
     assert load(draft).policy.k == 2 and not (draft / "report.json").exists()
-    made = json.loads((draft / "cotrain.json").read_text())["made"]
+    made = read_json(draft / "cotrain.json")["made"]
     assert made["steps"] == 2 and "environment" in made
     assert job(place, setting, *settings) == 0 and "exactness: passed" in capsys.readouterr().out
-    report = json.loads((draft / "report.json").read_text())
+    report = read_json(draft / "report.json")
     assert [kept["step"] for kept in report["extra"]["checkpoints"]] == [2]
     assert same(load_file(draft / "model.safetensors"), trained)
     assert job(place, setting, *settings, "measure=false") == 0  # it is finished, and measured
@@ -364,7 +365,7 @@ def test_runs_share_texts_and_what_the_target_says_of_them(place: Path, capsys: 
     assert [path.stat().st_mtime_ns for path in (*texts, *states)] == made
     assert not (place / "one" / "rollouts").exists()
     assert sorted((place / "shared states").rglob("*.*")) == states
-    label = json.loads((place / "one" / "held_out.json").read_text())["label"]
+    label = read_json(place / "one" / "held_out.json")["label"]
     assert label == "kl"
 
 
@@ -436,7 +437,7 @@ def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: p
     assert main(["bench", *paths, *sizes, "verify=coupled", "json=true"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"].startswith("verdict: ") and "bench: draft length" in said.err
-    report = json.loads((place / "foreign bench" / "report.json").read_text())
+    report = read_json(place / "foreign bench" / "report.json")
     validate(report)
     assert report["exactness"]["passed"] and report["settings"]["draft"] == str(foreign)
     assert report["extra"]["parity"] is None
@@ -448,7 +449,7 @@ def test_rollout_writes_a_set(place: Path) -> None:
     sizes = [one for one in SIZES if one.startswith("rollout.") and "temperatures" not in one]
     paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'texts'}"]
     assert main(["rollout", "kind=held_out", "regime=t05", *paths, *sizes]) == 0
-    made = json.loads((place / "texts" / "held_out_T0.5.json").read_text())
+    made = read_json(place / "texts" / "held_out_T0.5.json")
     assert (made["rows"], made["prompt_tokens"], made["kind"]) == (2, 8, "held_out")
     assert (place / "texts" / "held_out_T0.5.parquet").is_file()
 
@@ -535,7 +536,7 @@ def chatting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(place / "target")
     turns = [("user", "number {}"), ("assistant", "it is {}"), ("user", "{}?"), ("assistant", "yes, {} it is")]
     rows = [{"messages": [{"role": role, "content": text.format(i)} for role, text in turns]} for i in range(160)]
-    (place / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    write_rows(place / "own.jsonl", rows)
     return place
 
 
@@ -546,7 +547,7 @@ def test_conversations_are_prompts_and_only_completions_are_learnt(
     parts = fit.parts
     monkeypatch.setattr(fit, "parts", lambda job: (learnt_from.extend(parts(job)), tuple(learnt_from))[1])
     assert job(chatting, "run", "overwrite=true", "measure=false", *ONE_STEP) == 0
-    learnt = json.loads((chatting / "run" / "draft" / "cotrain.json").read_text())["made"]["learnt"]
+    learnt = read_json(chatting / "run" / "draft" / "cotrain.json")["made"]["learnt"]
     assert learnt["completions"] and len(learnt["chat_template"]) == 64 and learnt["template"] == {}
     sampled = datasets.Dataset.from_parquet(str(chatting / "run" / "rollouts" / "train_T1.parquet"))
     tokenizer = AutoTokenizer.from_pretrained(chatting / "target")
@@ -564,7 +565,7 @@ def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *ONE_STEP) == 0
     said = capsys.readouterr()
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
-    found = json.loads((chatting / "logs" / "draft" / "report.json").read_text())["extra"]["given_texts"]
+    found = read_json(chatting / "logs" / "draft" / "report.json")["extra"]["given_texts"]
     assert found["z"] > 6 and found["surprise"] > found["entropy"] and 0 < found["alpha"] <= 1
     assert f"acceptance is {found['alpha']:.3f} on the training texts that the target did not sample" in said.out
     assert f"and {found['alpha_own']:.3f} on texts that it sampled" in said.out

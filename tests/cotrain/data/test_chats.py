@@ -17,7 +17,7 @@ from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cotrain.data.test_inputs import source_of
-from tests.folders import tokenizer
+from tests.folders import tokenizer, write_rows
 
 END = "<|endoftext|>"
 PLAIN = (
@@ -139,9 +139,9 @@ def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Pa
     texts = json.loads(json.dumps(rows))
     for call in (call for row in texts for call in row["messages"][1]["tool_calls"]):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows + plain), encoding="utf-8")
+    write_rows(tmp_path / "own.jsonl", rows + plain)
     (tmp_path / "own.json").write_text(json.dumps(rows + plain, ensure_ascii=False), encoding="utf-8")
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts + plain), encoding="utf-8")
+    write_rows(tmp_path / "text.jsonl", texts + plain)
     arrow = datasets.Dataset.from_list(rows + plain)
     arrow.to_parquet(str(tmp_path / "own.parquet"))
     arrow.save_to_disk(str(tmp_path / "saved"))
@@ -162,8 +162,7 @@ def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Pa
 def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None:
     tools = [[{"name": "a", "parameters": {"x": 1}}], [{"name": "b", "parameters": {"y": None}}]]
     rows = [chat(f"call {i}", "done") | {"tools": tools[i % 2]} for i in range(40)]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "chats.jsonl", rows)
     source = source_of(settings(path), "train", of(TOOLS).tokenizer)
     assert source.rendered
     starts = {str(tokenizer().decode(row["prompt"])).split("<")[0] for row in source.rows}
@@ -210,9 +209,7 @@ def settings(path: Path, column: str | None = None) -> Data:
 
 
 def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    rows = [chat("the same", f"answer {i}") for i in range(60)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    path = write_rows(tmp_path / "chats.jsonl", [chat("the same", f"answer {i}") for i in range(60)])
     with pytest.raises(
         ValueError, match="the split .* gets none of the 60 rows: .* 1 different prompts, and at least 5"
     ):

@@ -16,7 +16,7 @@ from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.sources import prompt_origin, read_data, sources_of
 from cotrain.data.splits import ALL_ROWS, SPLITS
-from tests.folders import tokenizer
+from tests.folders import tokenizer, write_rows
 
 
 def given(path: Path | str, **changed: object) -> Data:
@@ -216,7 +216,7 @@ def test_a_stream_of_conversations_ends_where_it_is_asked_to(ending: str, tmp_pa
     rows = [{"messages": [{"role": "user", "content": f"number {i}"}]} for i in range(60)]
     path = tmp_path / f"chats.{ending}"
     if ending == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(path, rows)
     else:
         datasets.Dataset.from_list(rows).to_parquet(str(path))
 

@@ -1,7 +1,6 @@
 """Prompts are prompts: what is continued, and learnt from, begins as a server's context begins."""
 
 import copy
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +22,7 @@ from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.target_model import split
 from inference import Engine, Sampling
 from tests.cotrain.data.test_inputs import given, source_of, templated
-from tests.folders import few_files, network, tokenizer
+from tests.folders import few_files, network, tokenizer, write_rows
 
 START = 1  # id of the token that a text begins with
 
@@ -37,8 +36,7 @@ def starting() -> PreTrainedTokenizerFast:
 
 
 def rows(path: Path, column: str, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({column: text}) + "\n" for text in texts), encoding="utf-8")
-    return path
+    return write_rows(path, ({column: text} for text in texts))
 
 
 @pytest.mark.parametrize("column", ["text", "prompt"])
@@ -48,8 +46,7 @@ def test_prompts_have_their_domains_where_there_are_several(tmp_path: Path, colu
     texts = [f"number {i} of many words" for i in range(6)]
     names = ["a" if i % 2 else "b" for i in range(6)]
     for domains in (names, ["a"] * 6):
-        lines = [json.dumps({column: text, "domain": domain}) for text, domain in zip(texts, domains, strict=True)]
-        file.write_text("\n".join(lines), encoding="utf-8")
+        write_rows(file, ({column: text, "domain": domain} for text, domain in zip(texts, domains, strict=True)))
         source = source_of(given(path=str(file), column=column), "all", words)
         wanted = {tuple(words(text)["input_ids"][:4]): domain for text, domain in zip(texts, domains, strict=True)}
         if column == "prompt":

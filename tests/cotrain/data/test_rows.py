@@ -17,7 +17,7 @@ from cotrain.data.rows import COMPLETION, Reader
 from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS
 from tests.cotrain.data.test_inputs import given, source_of, templated
-from tests.folders import tokenizer
+from tests.folders import tokenizer, write_rows
 
 USER, SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 CHAT = Reader(templated=True)
@@ -230,7 +230,7 @@ SYSTEM = {"role": "system", "content": "be kind"}
 @pytest.mark.parametrize("before", [[SAID], [SYSTEM], [SYSTEM, SAID]], ids=["greeting", "system", "both"])
 def test_rows_that_begin_alike_are_split_by_what_the_user_asks(before: list[Any], tmp_path: Path) -> None:
     rows = [{"messages": [*before, USER | {"content": f"question {place}"}, SAID]} for place in range(60)]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "own.jsonl", rows)
     sources = sources_of(given(tmp_path / "own.jsonl"), ("train", "held_out"), Template(templated(), {}, ()))
     assert min(map(len, sources.values())) > 0
 
@@ -243,7 +243,7 @@ def test_a_system_turn_of_the_row_is_not_put_before_that_of_its_messages() -> No
 def test_an_answer_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
     """As OpenAI's fine-tuning files mark it; its prompt is used."""
     rows = [{"messages": [USER, SAID | {"weight": weight}]} for weight in (0, 1)]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "own.jsonl", rows)
     source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
     assert isinstance(source, PromptRows)
     assert [bool(row["completion"]) for row in source.rows] == [False, True]

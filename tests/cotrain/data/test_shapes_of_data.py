@@ -25,7 +25,7 @@ from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
 from tests.cotrain.data.test_inputs import given
-from tests.folders import target_folder, tokenizer
+from tests.folders import target_folder, tokenizer, write_rows
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
 MARKS = ["<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>", "<think>", "</think>"]
@@ -285,7 +285,7 @@ def test_what_columns_are_read_as_is_said(tmp_path: Path) -> None:
         {"prompt": "d", "answer": "e", "system": "f", "tools": [{"name": "g"}]},
         {"messages": says("h", "i")},
     ]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "own.jsonl", rows)
     source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(words(TEMPLATE), {}, ()))[ALL_ROWS]
     assert source.remarks[1] == (
         "data.path: read as the prompt: instruction, input, prompt; the answer: output, answer; the system turn: "
@@ -296,7 +296,7 @@ def test_what_columns_are_read_as_is_said(tmp_path: Path) -> None:
 def test_a_check_shows_the_answers_that_are_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = target_folder(tmp_path / "target")
     rows = [{"prompt": f"say {place}", "completion": f"word {place} and more of them"} for place in range(40)]
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "own.jsonl", rows)
     paths = [f"target.path={target}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'out'}"]
     few = "check=true init.layers=[0] rollout.texts=20 rollout.held_out_texts=2 measure=false rollout.new_tokens=4"
     for given_answers in ("true", "false"):

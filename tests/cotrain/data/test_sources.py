@@ -16,7 +16,7 @@ from cotrain.data.corpora import Document, embedded, records
 from cotrain.data.sources import embedded_texts, pack_blocks
 from cotrain.data.texts import Curriculum, Learnt, SeededOrder, Texts, joined_texts, none, shared_texts
 from tests.cotrain.data.test_inputs import source_of
-from tests.folders import few_files, tokenizer
+from tests.folders import few_files, tokenizer, write_rows
 
 CAP = 40_000
 
@@ -33,8 +33,7 @@ def files() -> Iterator[None]:
 
 
 def own(tmp_path: Path, *rows: object, name: str = "own.jsonl") -> str:
-    (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(tmp_path / name)
+    return str(write_rows(tmp_path / name, rows))
 
 
 def test_the_split_of_a_path_never_changes() -> None:

@@ -1,6 +1,5 @@
 """Three splits of prompts that share no content, whatever index or file they came from; block tau ranks for block."""
 
-import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from cotrain.training.job import Job
 from cotrain.training.module import Distillation
 from inference.drafts.bundled_target import NAME, resolve
 from tests.cotrain.data.test_inputs import given
-from tests.folders import tokenizer
+from tests.folders import tokenizer, write_rows
 
 
 def test_content_decides_about_the_split() -> None:
@@ -70,9 +69,7 @@ def rows_of(kind: str, count: int = 120) -> list[dict]:
 @pytest.mark.parametrize("kind", ["texts", "conversations"])
 def test_a_run_with_own_data_times_on_prompts_of_no_other_split(tmp_path: Path, kind: str) -> None:
     """Every row comes twice, so that no order and no index could keep them apart."""
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(kind) * 2), encoding="utf-8")
-    data = given(path, block=16)
+    data = given(write_rows(tmp_path / "own.jsonl", rows_of(kind) * 2), block=16)
     ask = SimpleNamespace(prompt_tokens=40 if kind == "conversations" else 16, seed=0, folder=None)
     config = SimpleNamespace(eos_token_id=None, is_encoder_decoder=False)
     target = SimpleNamespace(generation_config=None, config=config)

@@ -30,6 +30,7 @@ from cotrain.export.hf import export, folder_problems, prepare_draft
 from cotrain.export.publishing import card
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import Metadata, ServedAs, load_draft, save
+from inference.drafts.weight_files import read_json
 from inference.measure.costs import Costs
 from inference.report.table import table
 from studies.pretrain.tokenizer import train_tokenizer
@@ -169,7 +170,7 @@ def test_export_keeps_the_draft_and_pads_it(served: Path, draft: Path) -> None:
         before, after = old(ids).logits, new(ids).logits
     assert after.shape[-1] == PADDED
     assert torch.equal(after[..., :VOCAB], before)
-    config, retained = (json.loads((path / "config.json").read_text()) for path in (served, draft))
+    config, retained = (read_json(path / "config.json") for path in (served, draft))
     for key in ("rope_parameters", "max_position_embeddings", "tie_word_embeddings", "dtype"):
         assert config[key] == retained[key], key
     assert config["rope_parameters"]["rope_type"] == "llama3"
@@ -259,9 +260,9 @@ def test_a_draft_length_is_planned_for_the_drafting_of_the_engine(engine: str, p
 
 def test_k_and_objective_are_the_users_to_change(draft: Path, tmp_path: Path) -> None:
     output = export(draft, tmp_path / "out", "vllm", 5, target="other/target", objective="greedy")
-    values = json.loads((output / "cotrain.json").read_text())
+    values = read_json(output / "cotrain.json")
     assert (values["k"], values["objective"], values["target"]["name"]) == (5, "greedy", "other/target")
-    assert json.loads((output / "generation_config.json").read_text())["num_assistant_tokens"] == 5
+    assert read_json(output / "generation_config.json")["num_assistant_tokens"] == 5
     text = (output / "README.md").read_text()
     assert launch("vllm", str(output), "other/target", 5, "greedy") in text
 
@@ -415,7 +416,7 @@ def test_an_engine_that_cannot_draft_as_trained_is_said() -> None:
 
 def edit(file: str, **changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        values = json.loads((folder / file).read_text()) | changes
+        values = read_json(folder / file) | changes
         retained = {key: value for key, value in values.items() if value is not None}
         (folder / file).write_text(json.dumps(retained))
 

@@ -29,7 +29,7 @@ from cotrain.training.preconditions import fill_prompt_tokens, timed
 from inference import Sampling
 from tests.cotrain.commands.test_train import job, place  # noqa: F401 - a fixture
 from tests.cotrain.data.test_inputs import given
-from tests.folders import network, own_texts, target_folder, tokenizer
+from tests.folders import network, own_texts, target_folder, tokenizer, write_rows
 from tests.settings import composed
 
 TEXTS = [f"number {i}" for i in range(80)]
@@ -54,7 +54,7 @@ def data(tmp_path: Path) -> Data:
     rows = [{"text": text, "other": text[::-1]} for text in TEXTS]
     (tmp_path / "data").mkdir()
     for name, part in (("a.jsonl", rows[:40]), ("b.jsonl", rows[40:])):
-        (tmp_path / "data" / name).write_text("".join(json.dumps(row) + "\n" for row in part))
+        write_rows(tmp_path / "data" / name, part)
     return given(tmp_path / "data")
 
 

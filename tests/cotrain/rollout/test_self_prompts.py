@@ -31,6 +31,7 @@ from cotrain.rollout.self_prompts import (
     unended,
 )
 from inference import Sampling
+from inference.drafts.weight_files import read_json
 from tests.folders import tokenizer
 
 START = "<|endoftext|>"  # of the tests' tokenizer: starts and ends a text
@@ -287,7 +288,7 @@ class TestFile:
     def test_every_split_has_as_many_as_are_wanted_as_a_run_reads_them(self, tmp_path: Path) -> None:
         wanted = needed(30, 6, 4)
         path = asked(tmp_path, wanted).file(Scripted(messages(900)).by())
-        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        counts = read_json(tmp_path / "self_prompts.json")["counts"]
         sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
         sizes = [len(source.prompts(10**6, 9999, 0)) for source in sources]
         assert sizes == [counts["splits"][split] for split in SPLITS] and sum(sizes) == counts["kept"]
@@ -299,14 +300,14 @@ class TestFile:
         good = messages(2000)
         half = [written("no end", end=False) if i // 2 % 2 else good[i] for i in range(2000)]
         asked(tmp_path).file(Scripted(half).by())
-        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        counts = read_json(tmp_path / "self_prompts.json")["counts"]
         assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["unfinished"] - counts["asked"]) <= 2
 
     def test_what_was_asked_kept_and_dropped_is_printed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         asked(tmp_path).file(Scripted([*messages(300), written("a")]).by())
-        counts = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]
+        counts = read_json(tmp_path / "self_prompts.json")["counts"]
         assert counts_line(counts) in capsys.readouterr().out
         assert counts["asked"] == counts["kept"] + sum(counts["dropped"].values())
         some = {"asked": 5, "kept": 3, "dropped": {"short": 2, "empty": 0}, "splits": {"train": 2, "held_out": 1}}
@@ -348,7 +349,7 @@ class TestFile:
     def test_a_run_that_needs_fewer_of_them_reads_the_same_file(self, tmp_path: Path) -> None:
         """As a run with measure=true after one with measure=false, if there are enough to measure on."""
         path = asked(tmp_path, needed(40, 2, 0)).file(Scripted(messages(300)).by())
-        splits = json.loads((tmp_path / "self_prompts.json").read_text())["counts"]["splits"]
+        splits = read_json(tmp_path / "self_prompts.json")["counts"]["splits"]
         sampler, before = Scripted(messages(300)), path.read_bytes()
         asked(tmp_path, needed(20, 1, splits["final"])).file(sampler.by())
         assert not sampler.keys and path.read_bytes() == before

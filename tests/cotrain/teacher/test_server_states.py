@@ -39,7 +39,7 @@ from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, layers_of, length_of
 from inference.servers import hidden_states
 from tests.fake_vllm import FakeVLLM, running
-from tests.folders import VOCABULARY, network, target_folder, tokenizer
+from tests.folders import VOCABULARY, network, target_folder, tokenizer, write_rows
 from tests.inference import test_families as families
 from tests.often import often
 from tests.settings import composed
@@ -323,7 +323,7 @@ def test_a_training_from_a_server_ends_like_one_in_the_process(kind: str, folder
         {"prompt": f"say {n}", "completion": " " + " ".join(rng.choice(["red", "blue", "sea"]) for _ in range(6))}
         for n in range(120)
     ]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_rows(tmp_path / "own.jsonl", rows)
     given = f"""train target.path={folder} data.path={tmp_path / "own.jsonl"} data.on_target=true draft={kind}
     {SMALL[kind]} init=scratch measure=false trainer.steps=4
     trainer.corpus_steps=0 trainer.batch=2 trainer.validations=1

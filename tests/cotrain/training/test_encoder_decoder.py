@@ -39,7 +39,7 @@ from inference.models.pretrained import longest_text
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
-from tests.folders import tokenizer
+from tests.folders import tokenizer, write_rows
 from tests.often import often
 
 FAMILIES = pytest.mark.parametrize("made", often([t5, bart, marian], {t5, bart}.__contains__))
@@ -385,7 +385,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model.save_pretrained(place / "target")
     tokenizer().save_pretrained(place / "target")
     rows = [{"source": f"sentence: order {number} of {number % 7} items", "text": "not this"} for number in range(200)]
-    (place / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(place / "own.jsonl", rows)
     return place
 
 

@@ -1,7 +1,6 @@
 """Which exit drafts: known acceptances and costs have one best exit; linear exits are what their texts allow; a run
 chooses, says why, and keeps its choice."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from cotrain.students.early_exit import candidate_exits
 from cotrain.training import exits as exit_planner
 from cotrain.training.exits import TextStates, exit_figures, line_of, moved, rated, read_states
 from inference import Sampling
+from inference.drafts.weight_files import read_json
 from inference.measure.costs import Costs
 from inference.models.passes import LAST
 from inference.output import Emitted
@@ -194,9 +194,9 @@ def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pyt
     assert main([*asked, "check=true"]) == 0 and not run.exists()
     capsys.readouterr()
     assert main(asked) == 0
-    said, plan = capsys.readouterr().out, json.loads((run / exit_planner.FILE).read_text())
-    report = json.loads((run / "draft" / "report.json").read_text())
-    config = json.loads((run / "draft" / "config.json").read_text())
+    said, plan = capsys.readouterr().out, read_json(run / exit_planner.FILE)
+    report = read_json(run / "draft" / "report.json")
+    config = read_json(run / "draft" / "config.json")
     assert report["extra"]["exit_plan"] == plan and config["num_hidden_layers"] == plan["layers"]
     assert [one["layers"] for one in plan["exits"]] == candidate_exits(2)
     assert f"draft.layers={plan['layers']}: " in said and "expected at k = " in said

@@ -37,6 +37,7 @@ from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
 from inference.drafts.moved_target import MOVED, movement_of, said
+from inference.drafts.weight_files import read_json
 from inference.models import pretrained
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
@@ -338,7 +339,7 @@ def pair(made: Made) -> Path:
 def warmed(pair: Path, output: Path, **joint: float) -> None:
     """A run that stopped behind its first stage, which is the pair's. joint: other settings of the second."""
     shutil.copytree(pair / WARM, output / WARM)
-    run = json.loads((pair / "run.json").read_text())
+    run = read_json(pair / "run.json")
     run["state"] = "unfinished"
     run["settings"]["joint"] |= joint
     (output / "run.json").write_text(json.dumps(run))
@@ -354,7 +355,7 @@ def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, half:
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
     changed = [name for name, value in new.state_dict().items() if not torch.equal(value, old.state_dict()[name])]
     assert any("q_proj" in name for name in changed) and not any("norm" in name or "embed" in name for name in changed)
-    metadata = json.loads((pair / "draft" / "cotrain.json").read_text())
+    metadata = read_json(pair / "draft" / "cotrain.json")
     assert metadata["target"]["name"] == str(pair / "target") and metadata["made"]["moved"]["kl"] == said["kl"]
 
 
@@ -437,9 +438,7 @@ def test_its_prompts_are_those_of_the_originals_texts_also_if_these_were_given(p
     assert job(place, "of given", *settings, target="half") == 0
     last = held_out_rows(place / "of given", ".")
     assert [row["prompt"] for row in last] == [row["prompt"] for row in rows] and last != rows
-    judged = [
-        json.loads((place / "of given" / part / "held_out.json").read_text())["texts"]["1"] for part in (".", WARM)
-    ]
+    judged = [read_json(place / "of given" / part / "held_out.json")["texts"]["1"] for part in (".", WARM)]
     assert judged[0]["prompts"] == judged[1]["prompts"] and judged[0]["hashes"] != judged[1]["hashes"]
 
 
@@ -594,7 +593,7 @@ def test_settings_that_joint_training_lacks_are_refused(
 
 def test_files_of_all_stages_are_sealed(pair: Path) -> None:
     files = [file for parts in joint.WRITTEN for part in parts for file in (pair / part).rglob("*") if file.is_file()]
-    sealed = json.loads((pair / joint.SEALS).read_text())
+    sealed = read_json(pair / joint.SEALS)
     assert len(files) > 6 and {str(file.relative_to(pair)) for file in files} == sealed.keys()
 
 

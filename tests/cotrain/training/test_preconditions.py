@@ -1,7 +1,6 @@
 """What a training run would stop at is refused before any weight is read, by `check=true` and by the run alike."""
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -27,7 +26,7 @@ from inference.verify.rules import RULES
 from inference.verify.tree import MOST_NODES
 from tests.cotrain.config.test_settings_reach import composed, job_of
 from tests.cotrain.training.test_progress import BUDGET
-from tests.folders import network, tokenizer
+from tests.folders import network, tokenizer, write_rows
 from tests.often import often
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
@@ -142,7 +141,7 @@ def test_check_refuses_the_texts_that_a_run_could_not_learn_from_once_it_has_sam
     the same words, or not at all."""
     sampled = padded([{"domain": "own", "prompt": [2, 3], "completion": [4]}])
     monkeypatch.setattr(Sampled, "texts", lambda *_, **__: sampled)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(ROWS[rows](n)) + "\n" for n in range(30)))
+    write_rows(tmp_path / "rows.jsonl", (ROWS[rows](n) for n in range(30)))
     sizes = "rollout.texts=8", "rollout.held_out_texts=2", "rollout.new_tokens=8", "rollout.prompt_tokens=64"
     cfg = composed("draft=independent", "loss=kl", "measure=false", f"data.path='{tmp_path}/rows.jsonl'", *sizes)
     target, outcomes = network(), set[bool]()
@@ -258,7 +257,7 @@ def test_texts_that_are_not_the_users_are_counted_too(
 
 def test_conversations_without_a_template_are_warned_of(mistakes: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"messages": [{"role": "user", "content": f"say {n:03}"}]} for n in range(400)]  # none begins another
-    (mistakes / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(mistakes / "chats.jsonl", rows)
     assert (
         main(command(mistakes, f"data.path={mistakes / 'chats.jsonl'}", "rollout.prompt_tokens=0", "check=true")) == 0
     )

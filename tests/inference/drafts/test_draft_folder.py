@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from inference.drafts.bundled_target import draft_of
 from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
+from inference.drafts.weight_files import read_json
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.tiny import tiny
 
@@ -61,12 +62,12 @@ def test_round_trip(good: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert (result.k, result.regime, result.origin) == (3, {"temperature": 0.7}, {"command": "cotrain train"})
     assert result.target == metadata(tokenizer).target
     assert read(good).kind == "independent"
-    assert json.loads((good / "report.json").read_text()) == {"tau": 2.5}
+    assert read_json(good / "report.json") == {"tau": 2.5}
     assert len(result.report) == 64
 
 
 def test_generation_config_fixes_the_draft_length(good: Path) -> None:
-    values = json.loads((good / "generation_config.json").read_text())
+    values = read_json(good / "generation_config.json")
     assert values["num_assistant_tokens"] == 3
     assert values["num_assistant_tokens_schedule"] == "constant"
     assert values["assistant_confidence_threshold"] == 0.0
@@ -161,7 +162,7 @@ def other_tokenizer(folder: Path) -> None:
 
 def key(name: str, value: object, file: str = "cotrain.json") -> Callable[[Path], None]:
     def change(folder: Path) -> None:
-        values = json.loads((folder / file).read_text())
+        values = read_json(folder / file)
         (folder / file).write_text(json.dumps(values | {name: value}))
 
     return change
