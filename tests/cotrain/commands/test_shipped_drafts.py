@@ -122,7 +122,7 @@ class TestPrompts:
         assert f"prompts: 12 of {others}, which the draft did not learn from" in capsys.readouterr().out
         shutil.copytree(shipped, tmp_path / "drafts" / "own")  # which may have begun with another that knows them
         assert len(self.measured_on(tmp_path / "drafts" / "own", str(others)).final) < 5
-        (tmp_path / "mine.jsonl").write_text((shipped / PROMPTS).read_text().splitlines()[-1] + "\n" + others)
+        others.write_text((shipped / PROMPTS).read_text().splitlines()[-1] + "\n" + others.read_text())
         assert len(self.measured_on(shipped, str(others)).final) < 5
 
     def test_a_folder_without_any_is_measured_on_the_shipped_ones(self, shipped: Path, monkeypatch: Any) -> None:
