@@ -40,7 +40,7 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
         logits[4:6] = logits[4:6].round()  # several maxima at temperature 0
         near = logits[:, :-1] + 0.3 * torch.randn(A, depths, size, generator=random)
         near[4:6, :1], near[4:6, 1:] = logits[4:6, :-1][:, :1], -near[4:6, 1:]  # nothing is left of p - q, then all
-        q = probs(near, SAMPLING)
+        p, q = (torch.stack([*map(probs, each, SAMPLING)]) for each in (logits, near))
         x = torch.multinomial(q.flatten(0, 1), 1, generator=random).view(A, depths) if depths else q[..., 0].long()
         k, u = torch.randint(depths + 1, (A,), generator=random), torch.rand(A, depths + 2, generator=random).double()
         u[1::2] = 0  # no token without mass may pass
@@ -48,7 +48,6 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
         table = torch.ops.inference.verified(*given, rule == "block")
         if not table.numel():  # a tail of broad distributions that a sort decides
             continue
-        p = probs(logits, SAMPLING)
         accepted, last = getattr(chain, rule)(p, q, x, u[:, 1 : depths + 1], k)
         expected = (accepted, draw(last, u[:, 0]), k, 0 * k, 0 * k, (accepted < k).long())
         assert torch.equal(table, torch.cat((torch.stack(expected, 1), x), 1))
