@@ -59,29 +59,42 @@ class Remembered:
         return picked(self.values, self.row[at])
 
 
-class OutsideMass:
-    """The log of the mass that the target gives to all tokens outside of a draft's vocabulary, at positions of texts.
-    It is stored when a text is first learnt. From then on the head of the target is applied for the draft's tokens
-    alone. part: ids (Vd,) -> the target's head for these tokens, states (n, D) -> logits (n, Vd)."""
+class Masses:
+    """The logs of the mass that the target gives to a draft's tokens, and to all others, at positions of texts. They
+    are computed once for each text, by itself, so that its distributions have the same bits whenever it is learnt; the
+    target's head is then applied for the draft's tokens alone.
+
+    part: ids (Vd,) -> the target's head for these tokens, states (n, D) -> logits (n, Vd).
+    """
 
     def __init__(self, part: Callable[[Tensor], Head]) -> None:
         self.part = part
         self.head: Head | None = None
-        self.texts: dict[int, tuple[Tensor, Tensor]] = {}  # positions (n,), on the CPU, and log masses (n, 1)
+        self.texts: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # columns (n,), on the CPU, and (n, 2)
 
-    def known(self, keys: Sequence[int], columns: Sequence[Tensor]) -> Tensor | None:
-        """Return the log masses (N, 1) at the positions `columns` of each text, or None unless those of all texts are
-        stored for just these positions. keys: the number of each text."""
-        texts = [self.texts.get(key) for key in keys]
-        same = all(text and torch.equal(text[0], one) for text, one in zip(texts, columns, strict=True))
-        return torch.cat([text[1] for text in texts if text]) if same else None
+    def at(
+        self, target: FromStates, keys: Sequence[int], mask: Tensor, temperature: Tensor, pruned: Pruned, chunk: int
+    ) -> Tensor:
+        """Return the logs of both masses (N, 2) at the positions where `mask` (B, T) bool is True. keys: the number of
+        each text. temperature (B * T,), on the CPU, above 0 and the same for all positions of a text."""
+        found = []
+        for row, key in enumerate(keys):
+            columns = numbers(mask[row])
+            at = row * mask.shape[1] + columns
+            name = key, float(temperature[at[0]]) if len(at) else 1.0
+            if name not in self.texts or not torch.equal(self.texts[name][0], columns):
+                parts = [target.logs(some, temperature[some], None, pruned) for some in at.split(chunk)]
+                masses = [torch.stack((one[:, :-1].logsumexp(-1), one[:, -1]), -1) for one in parts]
+                self.texts[name] = columns, torch.cat(masses)
+            found.append(self.texts[name][1])
+        return torch.cat(found)
 
-    def logs(self, states: Tensor, outside: Tensor, temperature: Tensor, ids: Tensor) -> Tensor:
-        """Return log p (n, Vd + 1) as `with_rest`, from the target's last states (n, D) and the log masses (n, 1).
-        temperature (n,), on the CPU, above 0. ids (Vd,): always the same."""
+    def logs(self, states: Tensor, masses: Tensor, temperature: Tensor, ids: Tensor) -> Tensor:
+        """Return log p (n, Vd + 1) as `with_rest`, from the target's last states (n, D) and both masses (n, 2).
+        temperature (n,), on the CPU. ids (Vd,): the draft's tokens, the same in all calls."""
         self.head = self.head or self.part(ids)
-        inside = log_probs(self.head(states), temperature) + torch.log1p(-outside.exp())
-        return torch.cat((inside, outside), -1)
+        inside = log_probs(self.head(states), temperature) + masses[:, :1]
+        return torch.cat((inside, masses[:, 1:]), -1)
 
 
 @torch.no_grad()
@@ -92,7 +105,7 @@ def remembered(
     temperature: float | Tensor,
     truncate: Truncate | None,
     chunk: int,
-    outside: OutsideMass | None = None,
+    masses: Masses | None = None,
     keys: Sequence[int] = (),
 ) -> TargetDistributions:
     """Return the target's distributions, computed once, at the positions where `mask` (B, T) bool is True and at least
@@ -101,8 +114,8 @@ def remembered(
 
     guesses: all pruned to the same ids, or none pruned. temperature: a number, (B,) or (B, T). truncate: a function
     that sets the logits cut by top-k / top-p to -inf, or None. chunk: the number of positions computed at once.
-    outside: read, and filled, if the guesses are pruned and the target is neither cut nor at temperature 0. keys: the
-    number of each text, for `outside`.
+    masses: used if the guesses are pruned, no text has temperature 0 and the target is not cut. keys: the number of
+    each text, for `masses`.
     """
     if not isinstance(target, FromStates) or target.trained:
         return target
@@ -111,26 +124,21 @@ def remembered(
         wanted[guess.at] = True
     at = numbers(wanted & mask.flatten())
     each, pruned = over_positions(temperature, mask.shape, target.states), guesses[0].pruned
-    rest = None
-    if outside and pruned and truncate is None and bool((each[at] > 0).all()):
-        columns = (at % mask.shape[1]).split(torch.bincount(at // mask.shape[1], minlength=len(keys)).tolist())
-        rest = outside.known(keys, columns)
-    else:
-        outside = None
-
-    def logs(some: Tensor) -> Tensor:
-        if outside and pruned and rest is not None:
-            return outside.logs(chosen(target.states, some), picked(rest, row[some]), each[some], pruned.ids)
-        return target.logs(some, each[some], truncate, pruned)
-
-    row = torch.full_like(wanted, len(at), dtype=torch.long).index_copy(0, at, torch.arange(len(at)))
-    one = logs(at[:1])
+    one = target.logs(at[:1], each[at[:1]], truncate, pruned)
     if len(at) * one.nbytes > REMEMBERED * (1 if one.device.type == "cpu" else ON_GPU):
         return target
+    counted, both = numbers(mask), None
+    if masses and pruned and truncate is None and bool((each[counted] > 0).all()):
+        both = masses.at(target, keys, mask, each, pruned, chunk)
+    place = torch.full_like(wanted, -1, dtype=torch.long).index_copy(0, counted, torch.arange(len(counted)))
+
+    def logs(some: Tensor) -> Tensor:
+        if masses and pruned and both is not None:
+            return masses.logs(chosen(target.states, some), picked(both, place[some]), each[some], pruned.ids)
+        return target.logs(some, each[some], truncate, pruned)
+
     values = one.new_empty(len(at), one.shape[1])
     for into, some in zip(values.split(chunk), at.split(chunk), strict=True):
         into.copy_(logs(some))
-    if outside and rest is None:
-        masses = values[:, -1:].clone().split([len(one) for one in columns])
-        outside.texts.update(zip(keys, zip(columns, masses, strict=True), strict=True))
-    return Remembered(values, row)
+    rows = torch.arange(len(at), device=at.device)
+    return Remembered(values, torch.full_like(wanted, len(at), dtype=torch.long).index_copy(0, at, rows))

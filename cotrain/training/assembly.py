@@ -173,7 +173,7 @@ def trained_by(
         truncation(cfg.regime),
         # the processes of a sharded target read it in step: none may find states that another must read
         remember=0 if cfg.shards_target else cfg.trainer.remember_mb * 2**20,
-        k=max(cfg.policy.k or DEPTHS, cfg.draft.depths or 0),  # else depths from k on would not learn
+        k=cfg.policy.k or DEPTHS,
         seed=cfg.trainer.seed,
         progress=progress,
         decay=cfg.loss.decay,

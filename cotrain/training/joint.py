@@ -344,7 +344,7 @@ class JointTraining(Distillation):
         super().__init__(student, target, *parts, **options)
         self.settings, self.adapter = settings, nn.ParameterList(adapter)
         self.register_buffer("multiplier", torch.tensor(START))
-        self.outside = None  # the target's distributions change
+        self.masses = None  # the target's distributions change
         self.live = self.teacher.read
         self.teacher = self.moving = MovingTeacher(self.live, target, remember)
 

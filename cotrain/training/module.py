@@ -30,7 +30,7 @@ from cotrain.losses.spec import LossSpec
 from cotrain.ranks import rank
 from cotrain.students.base import LAST, Guess, Seen, Student, refuse_mixed
 from cotrain.teacher.states_cache import MemoryCache
-from cotrain.teacher.target_distributions import FromStates, OutsideMass, remembered
+from cotrain.teacher.target_distributions import FromStates, Masses, remembered
 from cotrain.teacher.target_model import ENCODER, Head, Reader, Record, part_of_head, served
 from cotrain.training.deadline import JUDGING, ONCE
 from cotrain.training.distributed import (
@@ -101,8 +101,9 @@ class StepLoss:
     @cached_property
     def saved(self) -> Tensor | None:
         """Return how many target calls one more unit of acceptance saves at each sampled token, (B, L) or (B, L, K),
-        without gradient. Return None if `logs` is None."""
-        return None if self.logs is None else self.asked.saved(self.logs, self.k)
+        without gradient. Return None if `logs` is None. Rounds draft k tokens, or K if that is more: depths from k on
+        would not learn."""
+        return None if self.logs is None else self.asked.saved(self.logs, max(self.k, len(self.guesses)))
 
     def of_texts(self) -> dict[str, Tensor]:
         """Return each sequence loss by name, as a mean over the tokens that the target sampled."""
@@ -215,7 +216,7 @@ class Distillation(lightning.LightningModule):
         read, self.head_target = teacher or served(target, vocabulary, student.reads)
         self.teacher = MemoryCache(read, remember)
         part = part_of_head(target)
-        self.outside = OutsideMass(part) if part else None
+        self.masses = Masses(part) if part else None
         self.judged: dict[float, dict[str, Scores]] = {}
         self.seconds, self.trial = 0.0, 0.0  # seconds of the last evaluation, and of timing texts before the first
         self.fitted = False  # whether `_fit_texts` has run
@@ -309,7 +310,7 @@ class Distillation(lightning.LightningModule):
         if len(guesses) > 1 or spec.sequence or spec.weighted or pruned:  # else each distribution is read once
             counted_positions = pad(host["predicted"] | sampled_mask(host), (0, 1))
             how = (guesses, counted_positions, host["temperature"], self.truncate, self.chunk)
-            distributions = remembered(distributions, *how, self.outside, host["key"].tolist())
+            distributions = remembered(distributions, *how, self.masses, host["key"].tolist())
         asked = LossBatch(distributions, ids, host["temperature"], sampled_mask(host), self.truncate, self.chunk)
         logs = logs_for(spec, asked, guesses, self.decay is None)
         step = StepLoss(spec, asked, guesses, logs, counts, self.k)

@@ -182,7 +182,7 @@ template <Kind kind, int M>
 void rest(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
     if (rows == M)
-      tile<kind, M, M < 4 ? 5 - M : 1>(x, panel, y, in, outputs, stride);
+      tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, panel, y, in, outputs, stride);
     else
       rest<kind, M - 1>(x, panel, y, in, outputs, stride, rows);
   }

@@ -274,9 +274,12 @@ def head_of(model: PreTrainedModel, ids: Tensor | None = None) -> Callable[[Tens
     bias: Tensor | None = getattr(model, "final_logits_bias", None)
     if ids is not None:
         whole, head = head, torch.nn.utils.skip_init(torch.nn.Linear, head.in_features, len(ids), device="meta")
-        head.weight = torch.nn.Parameter(whole.weight.detach()[ids], requires_grad=False)
-        head.bias = None if whole.bias is None else torch.nn.Parameter(whole.bias.detach()[ids], requires_grad=False)
-        bias = None if bias is None else bias[:, ids]
+        rows = [
+            None if one is None else one.detach()[ids.to(one.device)].to(ids.device)
+            for one in (whole.weight, whole.bias)
+        ]
+        head.weight, head.bias = (None if one is None else torch.nn.Parameter(one, requires_grad=False) for one in rows)
+        bias = None if bias is None else bias[:, ids.to(bias.device)].to(ids.device)
 
     def logits(states: Tensor) -> Tensor:
         states = states if before == 1.0 else states * before

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from cotrain.errors import UserError
+from cotrain.export import publishing
 from cotrain.export.engines import ENGINES, caveats, launch
 from cotrain.export.fitting import resize
 from cotrain.export.hf import export, folder_problems, prepare_draft
@@ -473,3 +474,9 @@ def test_check_lists_every_problem(folder: Path) -> None:
     tied(200).save_pretrained(folder)
     assert any("vocab_size 200 is below the tokenizer's" in problem for problem in folder_problems(folder))
     assert folder_problems(folder / "none") == [f"there is no folder {folder / 'none'}"]
+
+
+def test_llamacpp_reads_the_file_that_a_target_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "gguf_file", lambda name: Path("/models/target.gguf"))
+    assert publishing.served_from("bundled", "llamacpp") == "/models/target.gguf"
+    assert not publishing.served_from("bundled", "vllm").endswith(".gguf")

@@ -14,7 +14,7 @@ from cotrain.losses import chunked
 from cotrain.losses.guess import Guess, Pruned
 from cotrain.losses.names import LOSSES
 from cotrain.losses.spec import parse
-from cotrain.teacher.target_distributions import FromStates, OutsideMass, Remembered, remembered
+from cotrain.teacher.target_distributions import FromStates, Masses, Remembered, remembered
 from inference.models.small_heads import spread_logits
 from inference.sampling import keep_top_k, keep_top_p
 from tests import standin
@@ -128,9 +128,9 @@ def test_what_is_computed_once_is_what_each_guess_would_compute() -> None:
     assert len(once.values) == int(wanted.sum()), "other positions are not computed"  # type: ignore[union-attr]
 
 
-def test_the_mass_outside_of_a_vocabulary_is_computed_once() -> None:
-    """Texts in another order need the draft's columns alone. Other positions need all, and so do settings for which p
-    is no softmax of these columns."""
+def test_the_masses_of_a_text_are_computed_once() -> None:
+    """For texts of other batches too, at whatever positions guesses are. A cut target, or a text at temperature 0, has
+    none: p is then no softmax of the draft's columns."""
     target, guess, weights, _ = given()
     mask, keys, each = weights > 0, [4, 9, 2], torch.tensor([1.0, 0.6, 1.7])
     head: Any = target.head
@@ -138,26 +138,38 @@ def test_the_mass_outside_of_a_vocabulary_is_computed_once() -> None:
     def part(ids: Tensor) -> Any:
         return lambda states: states @ head.weight[ids].T + head.bias[ids]
 
-    outside = OutsideMass(part)
-    asked: Any = [guess], mask, each, None, 3
+    masses, read = Masses(part), []
     for t, cut in ((torch.tensor([1.0, 0.0, 1.0]), None), (each, keep)):
-        remembered(target, [guess], mask, t, cut, 3, outside, keys)
-        assert not outside.texts
-    first: Any = remembered(target, *asked, outside, keys)
-    torch.testing.assert_close(first.values, remembered(target, *asked).values)  # type: ignore[union-attr]
-    order = [2, 0, 1]
-    at = torch.tensor([order.index(int(one) // T) * T + int(one) % T for one in guess.at])
-    unread: Any = None  # all columns would need it
-    turned = FromStates(target.states[order], unread)
+        remembered(target, [guess], mask, t, cut, 3, masses, keys)
+        assert not masses.texts
+    counted = FromStates(target.states, lambda states: read.append(len(states)) or head(states))
+    first: Any = remembered(counted, [guess], mask, each, None, 3, masses, keys)
+    wanted: Any = remembered(target, [guess], mask, each, None, 3)
+    torch.testing.assert_close(first.values, wanted.values)
+    assert sum(read) == 1 + int(mask.sum())  # one shows how many bytes there are
+    assert all(both.untyped_storage().nbytes() == both.numel() * 8 for _, both in masses.texts.values())
+    order, fewer = [2, 0], guess.at[guess.at < 2 * T]
     again: Any = remembered(
-        turned, [replace(guess, at=at)], mask[order], each[order], None, 3, outside, [keys[one] for one in order]
+        FromStates(counted.states[order], counted.head),
+        [replace(guess, at=fewer)],
+        mask[order],
+        each[order],
+        None,
+        3,
+        masses,
+        [keys[one] for one in order],
     )
-    for old, new in zip(guess.at, at, strict=True):
-        if mask.flatten()[old]:
-            torch.testing.assert_close(again.values[again.row[new]], first.values[first.row[old]])
-    fewer = replace(guess, at=guess.at[:5])
-    less: Any = remembered(target, [fewer], *asked[1:], outside, keys)
-    torch.testing.assert_close(less.values, remembered(target, [fewer], *asked[1:]).values)  # type: ignore[union-attr]
+    assert sum(read) == 2 + int(mask.sum())
+    plain: Any = remembered(
+        FromStates(target.states[order], head), [replace(guess, at=fewer)], mask[order], each[order], None, 3
+    )
+    torch.testing.assert_close(again.values, plain.values)
+    other = mask.clone()
+    other[1] = ~other[1]  # as if a text counted other positions: computed again
+    torch.testing.assert_close(
+        remembered(target, [guess], other, each, None, 3, masses, keys).values,  # type: ignore[union-attr]
+        remembered(target, [guess], other, each, None, 3).values,  # type: ignore[union-attr]
+    )
 
 
 keep = partial(keep_top_k, k=5)

@@ -25,6 +25,7 @@ from inference.models.forward import Lean
 from inference.models.llama import in_int8_rows, rounded
 from inference.models.lm import LM
 from inference.models.passes import LAST
+from tests import standin
 from tests.folders import network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
@@ -117,11 +118,14 @@ CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this tra
         partial(scaled, "granite", logits_scaling=6.0),
         partial(scaled, "granitemoe", logits_scaling=6.0),
         partial(scaled, "cohere", logit_scale=0.25),
+        partial(scaled, "phi"),  # its head has a bias
         pytest.param(partial(scaled, "hyperclovax", logits_scaling=6.0), marks=CLOVA),
     ],
 )
 def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     model = make()
+    if (bias := model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
     hidden, head = split(model)
     ids, some = IDS % 40, torch.tensor([7, 0, 39])
     part = part_of_head(model)
@@ -129,6 +133,19 @@ def test_halves_are_the_whole(make: Callable[[], PreTrainedModel]) -> None:
     with torch.no_grad():
         assert torch.allclose(head(hidden(ids)), model(ids).logits, atol=1e-6)
         assert torch.allclose(part(some)(hidden(ids)), model(ids).logits[..., some], atol=1e-6)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert part(some)(hidden(ids).float()).dtype == torch.float32
+
+
+def test_a_part_of_a_head_is_where_its_ids_are() -> None:
+    """The whole head may be on another GPU."""
+    model, ids, states = network(), torch.tensor([7, 0, 39]), torch.randn(2, network().config.hidden_size)
+    with standin.device(), torch.no_grad():
+        wanted = part_of_head(model)(ids)(states)  # type: ignore[misc]
+        model.get_output_embeddings().to("cuda")
+        found = part_of_head(model)(ids)(states)  # type: ignore[misc]
+    assert found.device == wanted.device == states.device
+    torch.testing.assert_close(found, wanted)
 
 
 def test_reading_states_of_layers_leaves_the_fast_forward_to_the_engine() -> None:

@@ -215,7 +215,7 @@ def test_the_adapter_moves_in_its_steps_only() -> None:
 
 def test_detached_steps_pass_only_the_slope_of_the_bound() -> None:
     module = training(detach=0.5, weight=0.0)
-    assert module.outside is None, "nothing of a moving target is stored"
+    assert module.masses is None, "nothing of a moving target is stored"
     for step in range(4):
         module._trainer.global_step = step  # type: ignore[misc]
         slopes = torch.autograd.grad(module.learn(batch()), list(module.adapter), allow_unused=True)

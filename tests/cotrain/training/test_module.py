@@ -31,6 +31,8 @@ from tests import kinds
 from tests.cotrain.evaluation.test_held_out import judged, texts
 from tests.folders import VOCABULARY, target_folder
 from tests.often import often
+from tests.student_kinds import STUDENTS
+from tests.student_kinds import target as target_of_kinds
 from tests.tiny import tiny
 
 
@@ -187,3 +189,45 @@ def test_uniforms_depend_on_the_seed_the_step_and_the_text_alone() -> None:
     assert not torch.equal(module._uniforms(keys, 4), one)
     module._trainer, module.seed = SimpleNamespace(global_step=3), 1  # type: ignore[assignment]
     assert not torch.isclose(module._uniforms(keys, 4), one).any()
+
+
+@pytest.mark.parametrize("kind", ["independent, pruned", "eagle, pruned", "block, pruned"])
+def test_a_pruned_draft_reads_the_whole_head_once_for_each_text(kind: str) -> None:
+    """The losses of other batches of the same texts, at other temperatures each, are those of the whole head."""
+    target = target_of_kinds()
+    ids, taken = (
+        torch.randint(target.config.vocab_size, (4, 12), generator=torch.Generator().manual_seed(1)),
+        [list[int](), list[int]()],
+    )
+    values: list[list[Tensor]] = [[], []]
+    for number, masses in enumerate((True, False)):
+        module = module_of(target, None, [Stage(1.0, parse("kl"))], 4, STUDENTS[kind](target))  # type: ignore[arg-type]
+        module._trainer = SimpleNamespace(global_step=0, max_steps=9, world_size=1)  # type: ignore[assignment]
+        assert module.masses
+        module.masses = module.masses if masses else None
+        head = module.head_target
+        module.head_target = lambda states, head=head, seen=taken[number]: seen.append(len(states)) or head(states)
+        for keys in ([0, 1], [2, 3], [3, 0], [1, 2]):
+            some = torch.tensor(keys)
+            batch = {
+                "ids": ids[some],
+                "predicted": torch.ones(2, 11).bool(),
+                "key": some,
+                "temperature": 0.5 + 0.3 * some,
+            }
+            values[number].append(module.learn(batch).detach())
+    torch.testing.assert_close(*map(torch.stack, values), rtol=1e-5, atol=1e-6)
+    assert sum(taken[0]) == 4 * 11 + 4 < sum(taken[1])  # one position of each batch shows how many bytes there are
+
+
+def test_all_depths_of_a_draft_learn_whatever_length_ranks_checkpoints() -> None:
+    target = target_of_kinds()
+    student = STUDENTS["medusa"](target)
+    module = module_of(target, None, [Stage(1.0, parse("kl"))], 4, student)  # type: ignore[arg-type]
+    module._trainer = SimpleNamespace(global_step=0, max_steps=9, world_size=1)  # type: ignore[assignment]
+    module.k = 1
+    ids = torch.randint(target.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
+    given = {"ids": ids, "predicted": torch.ones(2, 11).bool(), "key": torch.arange(2), "temperature": torch.ones(2)}
+    module.learn(given).backward()
+    grads = [weight.grad for weight in student.network.parameters() if weight.requires_grad]
+    assert grads and all(bool(grad.flatten(1).any(1).all()) for grad in grads), "each tensor has a row for each head"
