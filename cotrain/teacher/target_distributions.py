@@ -77,7 +77,7 @@ class Masses:
     ) -> Tensor:
         """Return the logs of both masses (N, 2) at the positions where `mask` (B, T) bool is True. keys: the number of
         each text. temperature (B * T,), on the CPU, above 0 and the same for all positions of a text."""
-        found = []
+        both = []
         for row, key in enumerate(keys):
             columns = numbers(mask[row])
             at = row * mask.shape[1] + columns
@@ -86,8 +86,8 @@ class Masses:
                 parts = [target.logs(some, temperature[some], None, pruned) for some in at.split(chunk)]
                 masses = [torch.stack((one[:, :-1].logsumexp(-1), one[:, -1]), -1) for one in parts]
                 self.texts[name] = columns, torch.cat(masses)
-            found.append(self.texts[name][1])
-        return torch.cat(found)
+            both.append(self.texts[name][1])
+        return torch.cat(both)
 
     def logs(self, states: Tensor, masses: Tensor, temperature: Tensor, ids: Tensor) -> Tensor:
         """Return log p (n, Vd + 1) as `with_rest`, from the target's last states (n, D) and both masses (n, 2).
