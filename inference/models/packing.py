@@ -139,7 +139,8 @@ def rounded_products(on: bool = True) -> Iterator[None]:
 
 
 def memory() -> int:
-    """Return the bytes of memory that this process may use: the machine's, or the limit of its container (cgroup v2)."""
+    """Return the bytes of memory that this process may use: the machine's, or the limit of its container, of cgroup
+    v2."""
     if sys.platform == "win32":
         return 2**33
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
