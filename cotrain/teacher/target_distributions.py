@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cotrain.losses.chunked import TargetDistributions, Truncate, log_probs, over_positions, served_logs
-from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked
+from cotrain.losses.guess import Guess, Pruned, chosen, numbers, picked, sent
 from cotrain.teacher.target_model import Head
 
 # bytes of a batch's distributions that are computed once for all guesses, and how many times that on a GPU, whose
@@ -72,29 +72,34 @@ class Masses:
         self.head: Head | None = None
         self.texts: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # columns (n,), on the CPU, and (n, 2)
 
-    def at(
+    def logs(
         self, target: FromStates, keys: Sequence[int], mask: Tensor, temperature: Tensor, pruned: Pruned, chunk: int
-    ) -> Tensor:
-        """Return the logs of both masses (N, 2) at the positions where `mask` (B, T) bool is True. keys: the number of
-        each text. temperature (B * T,), on the CPU, above 0 and the same for all positions of a text."""
-        both = []
+    ) -> Callable[[Tensor], Tensor]:
+        """Return a function from flat positions (n,), on the CPU, to log p (n, Vd + 1) there, as `with_rest` has it.
+
+        keys: the number of each text. mask (B, T) bool: all positions that may be asked for, the same whenever a text
+        is learnt. temperature (B * T,), on the CPU, above 0 and the same for all positions of a text. pruned: with the
+        same ids in all calls.
+        """
+        texts = []
         for row, key in enumerate(keys):
             columns = numbers(mask[row])
             at = row * mask.shape[1] + columns
             name = key, float(temperature[at[0]]) if len(at) else 1.0
             if name not in self.texts or not torch.equal(self.texts[name][0], columns):
                 parts = [target.logs(some, temperature[some], None, pruned) for some in at.split(chunk)]
-                masses = [torch.stack((one[:, :-1].logsumexp(-1), one[:, -1]), -1) for one in parts]
-                self.texts[name] = columns, torch.cat(masses)
-            both.append(self.texts[name][1])
-        return torch.cat(both)
+                both = [torch.stack((one[:, :-1].logsumexp(-1), one[:, -1]), -1) for one in parts]
+                self.texts[name] = columns, torch.cat(both)
+            texts.append(self.texts[name][1])
+        masses = torch.cat(texts)
+        masses = masses.new_zeros(mask.numel(), 2).index_copy(0, sent(numbers(mask), masses.device), masses)
+        self.head = head = self.head or self.part(pruned.ids)
 
-    def logs(self, states: Tensor, masses: Tensor, temperature: Tensor, ids: Tensor) -> Tensor:
-        """Return log p (n, Vd + 1) as `with_rest`, from the target's last states (n, D) and both masses (n, 2).
-        temperature (n,), on the CPU. ids (Vd,): the draft's tokens, the same in all calls."""
-        self.head = self.head or self.part(ids)
-        inside = log_probs(self.head(states), temperature) + masses[:, :1]
-        return torch.cat((inside, masses[:, 1:]), -1)
+        def logs(some: Tensor) -> Tensor:
+            inside, outside = picked(masses, some).split(1, -1)
+            return torch.cat((log_probs(head(chosen(target.states, some)), temperature[some]) + inside, outside), -1)
+
+        return logs
 
 
 @torch.no_grad()
@@ -124,19 +129,16 @@ def remembered(
         wanted[guess.at] = True
     at = numbers(wanted & mask.flatten())
     each, pruned = over_positions(temperature, mask.shape, target.states), guesses[0].pruned
-    one = target.logs(at[:1], each[at[:1]], truncate, pruned)
-    if len(at) * one.nbytes > REMEMBERED * (1 if one.device.type == "cpu" else ON_GPU):
-        return target
-    counted, both = numbers(mask), None
-    if masses and pruned and truncate is None and bool((each[counted] > 0).all()):
-        both = masses.at(target, keys, mask, each, pruned, chunk)
-    place = torch.full_like(wanted, -1, dtype=torch.long).index_copy(0, counted, torch.arange(len(counted)))
 
-    def logs(some: Tensor) -> Tensor:
-        if masses and pruned and both is not None:
-            return masses.logs(chosen(target.states, some), picked(both, place[some]), each[some], pruned.ids)
+    def whole(some: Tensor) -> Tensor:
         return target.logs(some, each[some], truncate, pruned)
 
+    logs: Callable[[Tensor], Tensor] = whole
+    one = logs(at[:1])
+    if len(at) * one.nbytes > REMEMBERED * (1 if one.device.type == "cpu" else ON_GPU):
+        return target
+    if masses and pruned and truncate is None and bool((each[mask.flatten()] > 0).all()):
+        logs = masses.logs(target, keys, mask, each, pruned, chunk)
     values = one.new_empty(len(at), one.shape[1])
     for into, some in zip(values.split(chunk), at.split(chunk), strict=True):
         into.copy_(logs(some))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -372,7 +371,6 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     does not exist, and if the head does more than project, cap or scale.
     """
     _, head = split(model, vocabulary)
-    own_precision = partial(torch.autocast, model.device.type, enabled=False)
     inner = sorted({*layers} - {LAST})
     read_layers = by_layer(model, inner)
 
@@ -381,17 +379,21 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     ) -> Record:
         T, columns = ids.shape[1], columns_of(ids.shape[1], length)
         places = None if position_ids is None else position_ids[:, :columns]
-        with own_precision():
+        with torch.autocast(model.device.type, enabled=False):
             record = read_layers(ids[:, :columns], places, source)
         return {
             layer: part if layer == ENCODER else pad(part, (0, 0, 0, T - columns)) for layer, part in record.items()
         }
 
+    return states, _in_own_precision(model, head)
+
+
+def _in_own_precision(model: PreTrainedModel, head: Head) -> Head:
     def logits(states: Tensor) -> Tensor:
-        with own_precision():
+        with torch.autocast(model.device.type, enabled=False):
             return head(states)
 
-    return states, logits
+    return logits
 
 
 def part_of_head(model: PreTrainedModel) -> Callable[[Tensor], Head] | None:
@@ -400,17 +402,7 @@ def part_of_head(model: PreTrainedModel) -> Callable[[Tensor], Head] | None:
     head: Any = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or head.weight.is_meta:
         return None
-
-    def part(ids: Tensor) -> Head:
-        head = head_of(model, ids)
-
-        def logits(states: Tensor) -> Tensor:
-            with torch.autocast(model.device.type, enabled=False):
-                return head(states)
-
-        return logits
-
-    return part
+    return lambda ids: _in_own_precision(model, head_of(model, ids))
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
