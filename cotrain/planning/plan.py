@@ -68,10 +68,7 @@ class Plan:
     @cached_property
     def running(self) -> PreTrainedModel:
         """Return the served draft as this machine runs it. It is converted to float32 if the CPU would emulate its
-        dtype, or if it is a draft over states that `kernels.cpp` serves, unless torch's kernel reads bfloat16 rounded
-        to 8 bits."""
-        if self.int8 and not packing.serves(self.served):
-            return self.served
+        dtype, or if it is a draft over states that `kernels.cpp` serves."""
         return (packing.widened_draft if isinstance(self.served, FeatureNetwork) else widened)(self.served, copied=True)
 
     def batched(self, rows: int) -> "Plan":

@@ -24,7 +24,7 @@ from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.independent import plain_tensors, pretrained_network, refuse_sizes
 from cotrain.students.markov import after_tokens
 from inference.drafts.published import fused
-from inference.models.llama import has_kernel
+from inference.models import packing
 from inference.models.pretrained import head_weight, id_of, length_of
 from inference.models.small_heads import fill
 from inference.proposers import kind_of
@@ -200,7 +200,7 @@ class EagleStudent(Student):
 
     @classmethod
     def takes_int8(cls, network: Any) -> bool:
-        return has_kernel(network)
+        return packing.serves(network)
 
 
 class EagleRounds:

@@ -128,16 +128,18 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether to round the
-    projections to 8 bits, with one scale per output. cache: for the keys and values."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. change: adds second copies of the
+    weights: `llama.int8` or `llama.int8_draft`; None for `llama.packed`, or no copies if the model cannot have them.
+    cache: for the keys and values."""
 
     scale: Tensor | None = None
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
-        self.model, self.cache, self.int8 = model, cache, int8
-        self.packs = not int8 and packing.can_pack(model)
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, change: "Change | None" = None) -> None:
+        self.model, self.cache = model, cache
+        self.change = change or (llama.packed if packing.can_pack(model) else None)
         self._read_weights()
-        self.packs = self.packs and llama.are_packed(self.weights)  # never later: `LM.stamp` depends on it
+        if not llama.are_packed(self.weights):
+            self.change = None  # for good: `LM.stamp` depends on it
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:
         states = self._states(ids, window, (*layers, LAST))  # before the head is read: this may replace the weights
@@ -203,8 +205,7 @@ class Lean:
         return self.weights.norm.dtype
 
     def _read_weights(self) -> None:
-        change = llama.int8 if self.int8 else llama.packed if self.packs else None
-        self.weights, self.shape = prepared(self.model, change), llama.shape_of(self.model)
+        self.weights, self.shape = prepared(self.model, self.change), llama.shape_of(self.model)
         self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
         # many ids take half of the time by the CPU's own products in half precision
         own = self.dtype != self.model.dtype and not emulated(self.model.dtype)

@@ -5,8 +5,8 @@ The time of a pass over a few ids depends on the number of operations, not on th
 some sixty per layer. Here a layer is two norms, four matrix products, one rotation and one attention, on the model's
 own weights. Query, key and value are one product, gate and up another. Projections that are applied together are copied
 into one tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training
-still changes them. Two functions store more: `packed` adds a second copy of each projection (see `packing`), and `int8`
-returns rounded copies. The pass is a function of tensors, so that `replay` can record it.
+still changes them. `packed`, `int8` and `int8_draft` add a second copy of each projection (see `packing`). The pass is
+a function of tensors, so that `replay` can record it.
 
 Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
 read (a slot stores one token's keys and values), W = width of the model. Each key/value head serves a group of H/G
@@ -16,7 +16,7 @@ query heads.
 import copy
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeGuard, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from inference.models import packing
 from inference.models.checksum import changes
 from inference.models.markov import markov_of
 from inference.models.passes import LAST
-from inference.models.pretrained import TIED, emulated, sliding_window
+from inference.models.pretrained import TIED, sliding_window
 from inference.models.small_heads import LowRank, SmallHead, spread_logits
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -45,29 +45,20 @@ Network = TypeVar("Network", bound=nn.Module)
 
 
 class Linear(NamedTuple):
-    """A projection. weight (out, in). bias (out,), or None. scale (out,): for an int8 weight, whose row r means
-    scale[r] * weight[r]; None for other dtypes. packed: multiplies by a second copy of the weight, in the order in
-    which a CPU kernel reads it; None without a copy."""
+    """A projection. weight (out, in). bias (out,), or None. packed: multiplies by a second copy of the weight, in the
+    order in which a CPU kernel reads it, perhaps with fewer bits; None without a copy."""
 
     weight: Tensor
     bias: Tensor | None
-    scale: Tensor | None = None
     packed: packing.Widened | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.packed is not None:
-            return self.packed(x)
-        if self.scale is None:
-            return F.linear(x, self.weight, self.bias)
-        flat = torch._weight_int8pack_mm(packing.owned(x.reshape(-1, x.shape[-1])), self.weight, self.scale)
-        wide = flat.view(*x.shape[:-1], len(self.weight))
-        return wide if self.bias is None else wide + self.bias
+        return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
 
     @property
     def read_bytes(self) -> int:
-        """Return the bytes of the weight and of its scale that one product reads."""
-        scale = 0 if self.scale is None else self.scale.nbytes
-        return scale + (self.weight.nbytes if self.packed is None else self.packed.width * self.weight.numel())
+        """Return the bytes of the weight that one product reads."""
+        return self.weight.nbytes if self.packed is None else self.packed.width * self.weight.numel()
 
 
 class Layer(NamedTuple):
@@ -414,38 +405,32 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` works for this model on this machine."""
-    return has_kernel(model) and applies(model)
-
-
-def has_kernel(model: PreTrainedModel) -> bool:
-    """Return whether the kernel for rounded weights can run all linear layers of the model. The kernel runs on a CPU
-    and reads bfloat16. It reads 16 inputs at a time, so widths must be multiples of 16; otherwise it would read past
-    the end of a row. Only bfloat16 layers are rounded, so other layers do not count. Where the CPU would emulate
-    bfloat16, packed copies are rounded instead (`packing.Widened`), if the model is small enough for them."""
-    fits = all(m.in_features % 16 == 0 for m in model.modules() if is_rounded(m))
-    fits = fits and (packing.is_small(model) or not emulated(torch.bfloat16))
-    return fits and model.device.type == "cpu" and model.dtype == torch.bfloat16
+    """Return whether `int8` and `int8_draft` work for this model on this machine."""
+    return applies(model) and packing.serves(model)
 
 
 def int8(weights: Weights) -> Weights:
-    """Return a copy of the weights in which every projection is rounded to 8 bits, with one bfloat16 scale per output.
-    The model is unchanged."""
-    return _each(weights, _rounded)
+    """Return the weights with second copies of all projections, rounded to 8 bits, with one scale per output."""
+    return _with_copies(weights, partial(_rounded, whole=False))
 
 
-def _rounded(linear: Linear) -> Linear:
-    weight, scale = int8_rows(linear.weight)
-    return Linear(weight, linear.bias, scale)
+def int8_draft(weights: Weights) -> Weights:
+    """Return what `int8` returns, for products of whole numbers: states are rounded to 8 bits before each product."""
+    return _with_copies(weights, _rounded)
+
+
+def _rounded(linear: Linear, whole: bool = True) -> Linear:
+    numbers, scale = int8_rows(linear.weight)
+    return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float(), whole))
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return a weight (out, in) as int8 numbers (out, in) from -127 to 127 and a bfloat16 scale (out,). Row r of the
     weight is about scale[r] * numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
-    scale = scale.to(torch.bfloat16)  # what the kernel multiplies by
+    scale = scale.to(torch.bfloat16)
     numbers = (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
-    return packing.owned(numbers), packing.owned(scale)
+    return numbers, scale
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -466,34 +451,10 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-class RoundedLinear(nn.Module):
-    """A linear layer without a bias, whose weight is stored as the numbers and scale of `int8_rows`."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        numbers, scale = int8_rows(linear.weight.detach())
-        self.register_buffer("numbers", numbers)
-        self.register_buffer("scale", scale)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Linear(cast(Tensor, self.numbers), None, cast(Tensor, self.scale))(x)
-
-
 def sharing_copy(network: Network) -> Network:
     """Return a copy of a network that shares its weights."""
     shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
     return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
-
-
-def is_rounded(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a module is a linear layer in bfloat16, so that the kernel for rounded weights can run it."""
-    return isinstance(module, nn.Linear) and module.weight.dtype == torch.bfloat16
-
-
-def rounded_copy(network: Network) -> Network:
-    """Return a copy of a network in which linear layers in bfloat16 are `RoundedLinear`. It shares all other weights
-    with the network."""
-    return _with_linears(network, lambda linear: RoundedLinear(linear) if is_rounded(linear) else linear)
 
 
 def packed_copy(network: Network, int8: bool = False) -> Network:
@@ -516,7 +477,7 @@ class PackedLinear(nn.Module):
     def of(cls, linear: nn.Linear, int8: bool) -> nn.Module:
         """Return a `PackedLinear` with a packed copy of this layer's weight, or the layer itself if a packed copy could
         not represent the weight. int8: whether the copy is rounded to 8 bits."""
-        product = _packed(Linear(linear.weight.detach(), _data(linear.bias)), int8).packed
+        product = (_rounded if int8 else _packed)(Linear(linear.weight.detach(), _data(linear.bias))).packed
         return linear if product is None else cls(product)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -554,13 +515,18 @@ def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.L
     with torch.inference_mode(first.is_inference()), torch.no_grad():
         qkv, out, gate_up, down = (_joined(linears) for linears in products)
         layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
-        return _changed(layer, partial(_packed, int8=int8))
+        return _changed(layer, _rounded if int8 else _packed)
 
 
 def packed(weights: Weights) -> Weights:
-    """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections. The norms
-    are in float32, as the states between packed projections are."""
-    copied = _each(weights, _packed)
+    """Return the weights of a model that `packing.can_pack` accepts, with second copies of its projections."""
+    return _with_copies(weights, _packed)
+
+
+def _with_copies(weights: Weights, copied_by: Callable[[Linear], Linear]) -> Weights:
+    """Return the weights with second copies of the projections. The norms are in float32, as the states between packed
+    projections are. copied_by: adds the copy to a projection, or returns it without one."""
+    copied = _each(weights, copied_by)
     if not are_packed(copied):
         return weights
     norms = ("first", "second", "q_norm", "k_norm")
@@ -571,15 +537,12 @@ def packed(weights: Weights) -> Weights:
     return copied._replace(layers=layers, norm=copied.norm.float())
 
 
-def _packed(linear: Linear, int8: bool = False) -> Linear:
-    if not int8 or not packing.has_kernels():
-        product = packing.pack(linear.weight, linear.bias)
-        if product is None and linear.weight.dtype in packing.NARROW:  # of odd inputs: it multiplies states in float32
-            bias = None if linear.bias is None else linear.bias.float()
-            return linear._replace(weight=linear.weight.float(), bias=bias)
-        return linear._replace(packed=product)
-    numbers, scale = int8_rows(linear.weight)
-    return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
+def _packed(linear: Linear) -> Linear:
+    product = packing.pack(linear.weight, linear.bias)
+    if product is None and linear.weight.dtype in packing.NARROW:  # of odd inputs: it multiplies states in float32
+        bias = None if linear.bias is None else linear.bias.float()
+        return linear._replace(weight=linear.weight.float(), bias=bias)
+    return linear._replace(packed=product)
 
 
 def _changed(layer: Layer, change: Callable[[Linear], Linear]) -> Layer:

@@ -499,9 +499,9 @@ class Eagle(Proposer):
     runs on the target's device.
 
     A text of one token gets no drafts, since the target has read no token yet. greedy: whether to draft the likeliest
-    tokens, with one-hot distributions. int8: whether the weights are rounded to 8 bits, in bfloat16 if
-    `llama.has_kernel` allows it, in float32 if they are packed (`packing`); q is then the distribution of the rounded
-    network. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains."""
+    tokens, with one-hot distributions. int8: whether weights and states are rounded to 8 bits, if `packing.serves` the
+    network; q is then the distribution of the rounded network. shape: the tree to draft, as the parent of each node (-1
+    for the text); None for chains."""
 
     network_class: Any = EagleNetwork
     drafts_trees = True
@@ -531,9 +531,8 @@ class Eagle(Proposer):
         """Return a proposer for a folder in the EAGLE-3 format. Raises FileNotFoundError if the folder does not exist,
         and ValueError if its files or weights are damaged or if the network does not fit the target."""
         draft = cls.load_network(folder, arguments)
-        int8 = arguments.int8 and llama.has_kernel(draft)
-        network = draft if int8 and not packing.serves(draft) else cast(EagleNetwork, packing.widened_draft(draft))
-        return cls(network, arguments.greedy, int8=int8, shape=arguments.shape)
+        network = cast(EagleNetwork, packing.widened_draft(draft))
+        return cls(network, arguments.greedy, int8=arguments.int8 and packing.serves(network), shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:
@@ -555,10 +554,10 @@ class Eagle(Proposer):
         if host != self.host or not self.stamp.holds(self.network):  # slots last from call to call
             self.host, rows = host, host.rows + host.spare
             packs = packing.can_pack(self.network) and self.network.dtype == torch.float32
-            self.int8 = self.int8 and (self.network.dtype != torch.float32 or packing.serves(self.network))
+            self.int8 = self.int8 and packs and packing.has_kernels()
             # first, since it moves weights, which are stamped and shared after it
             flat = self.network.of_kernel(self.int8) if packs and isinstance(self.network, EagleNetwork) else None
-            self.served = self._copied(packs)
+            self.served = llama.packed_copy(self.network, self.int8) if packs else self.network
             copies = self.served is not self.network
             self.stamp = Stamp(self.network, addresses=True, values=copies)  # recordings read it
             self.embedding = host.target.model.get_input_embeddings()
@@ -578,11 +577,6 @@ class Eagle(Proposer):
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
         self.stored, self.waiting, self.longest = [], [], 0
-
-    def _copied(self, packs: bool) -> Any:
-        if packs:
-            return llama.packed_copy(self.network, self.int8)
-        return llama.rounded_copy(self.network) if self.int8 else self.network
 
     def _forget(self) -> None:
         """Drop slots, angles and recordings, which depend on the number of slots."""
