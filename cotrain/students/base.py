@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from cotrain.losses.guess import ANY, Guess, Pruned
 from cotrain.teacher.target_model import Seen
 from inference import Engine, Sampling
+from inference.models.lm import takes_int8
 from inference.models.passes import LAST
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
@@ -187,7 +188,7 @@ class Student(Protocol):
     @classmethod
     def takes_int8(cls, network: PreTrainedModel) -> bool:
         """Return whether `proposer(int8=True)` works for the network on this machine."""
-        return False
+        return takes_int8(network)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Measure settings on the prompts of `trials`, and return them as entries of the network's config, by name; {}

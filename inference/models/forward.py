@@ -128,15 +128,15 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. change: adds second copies of the
-    weights: `llama.int8` or `llama.int8_draft`; None for `llama.packed`, or no copies if the model cannot have them.
-    cache: for the keys and values."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether projections are
+    rounded to 8 bits, with one scale per output. cache: for the keys and values. change: adds second copies of the
+    weights, or None."""
 
     scale: Tensor | None = None
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, change: "Change | None" = None) -> None:
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.change = change or (llama.packed if packing.can_pack(model) else None)
+        self.change = llama.int8 if int8 else llama.packed if packing.can_pack(model) else None
         self._read_weights()
         if not llama.are_packed(self.weights):
             self.change = None  # for good: `LM.stamp` depends on it
@@ -208,7 +208,7 @@ class Lean:
         self.weights, self.shape = prepared(self.model, self.change), llama.shape_of(self.model)
         self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
         # many ids take half of the time by the CPU's own products in half precision
-        own = self.dtype != self.model.dtype and not emulated(self.model.dtype)
+        own = self.change is llama.packed and self.dtype != self.model.dtype and not emulated(self.model.dtype)
         self.prompts = prepared(self.model, None) if own else self.weights
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them

@@ -3,8 +3,7 @@
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
 // end. In bfloat16 a 32-bit word holds the weights of an output for two inputs. Shifted left it is the float32 number of
-// the first, masked the one of the second. A panel in int8 ends with P float32 numbers, the scales of its outputs. Weights
-// in int8 whose products are of whole numbers have four inputs of an output side by side.
+// the first, masked the one of the second. A panel in int8 ends with P float32 numbers, the scales of its outputs.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -48,7 +47,6 @@ constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its sca
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
-typedef int32_t Whole __attribute__((vector_size(4 * W)));
 
 inline Floats load(const float* from) {
   Floats to;
@@ -56,14 +54,13 @@ inline Floats load(const float* from) {
   return to;
 }
 
-// bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16, int8 that is multiplied by int8
-enum Kind { BRAIN, HALF, BYTE, ROUNDED, WHOLE };
+enum Kind { BRAIN, HALF, BYTE, ROUNDED };  // bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16
 
 template <Kind kind>
-using Input = std::conditional_t<kind == ROUNDED || kind == WHOLE, uint32_t, float>;  // a number of x, or words of some
+using Input = std::conditional_t<kind == ROUNDED, uint32_t, float>;  // a number of x, or two in bfloat16
 
 template <Kind kind>
-constexpr int WIDTH = kind == BYTE || kind == WHOLE ? 1 : 2;  // bytes of a weight
+constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
 template <Kind kind>
 constexpr int PAIR = kind == BRAIN || kind == ROUNDED ? 2 : 1;  // inputs whose weights stand together
 
@@ -156,92 +153,6 @@ void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t
   }
 }
 
-constexpr int64_t GROUP = 64;  // inputs of a row of x that share a scale when they are rounded to 8 bits
-
-// words of a row of x for WHOLE: of each group its scale, an offset of its sums, and four inputs a word
-constexpr int64_t words(int64_t in) { return in / 4 + (in + GROUP - 1) / GROUP * 2; }
-
-#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-constexpr int SHIFT = 128;  // to a weight, since the instruction multiplies numbers without a sign by signed ones
-#else
-constexpr int SHIFT = 0;
-#endif
-
-// x (rows, in), in a multiple of 4, rounded to 8 bits
-std::vector<uint32_t> to_bytes(const float* x, int64_t rows, int64_t in) {
-  std::vector<uint32_t> result(rows * words(in));
-  uint32_t* to = result.data();
-  for (int64_t r = 0; r < rows; r++, x += in)
-    for (int64_t i = 0, n; i < in; i += n) {
-      n = std::min(GROUP, in - i);
-      float most = 0;
-      for (int64_t j = i; j < i + n; j++) most = std::max(most, std::fabs(x[j]));
-      const float scale = most / 127, factor = most > 0 ? 127 / most : 0;
-      int8_t bytes[GROUP];
-      int32_t sum = 0;
-      for (int64_t j = 0; j < n; j++) bytes[j] = static_cast<int8_t>(x[i + j] * factor + 12582912.f - 12582912.f);
-      for (int64_t j = 0; j < n; j++) sum += bytes[j];
-      sum *= -SHIFT;
-      std::memcpy(to, &scale, 4);
-      std::memcpy(to + 1, &sum, 4);
-      std::memcpy(to + 2, bytes, n);
-      to += 2 + n / 4;
-    }
-  return result;
-}
-
-// sums plus, in each place, the product of four weights and four numbers of x, in whole numbers
-inline Whole dot(Whole sums, Words weights, uint32_t x) {
-#if defined(__AVX512VNNI__)
-  return (Whole)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)(weights ^ 0x80808080u), _mm512_set1_epi32(x));
-#elif defined(__AVXVNNI__)
-  return (Whole)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)(weights ^ 0x80808080u), _mm256_set1_epi32(x));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  const auto w = (__m256i)weights;
-  const auto pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(_mm256_set1_epi32(x), w));
-  return sums + (Whole)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#else
-  const Whole w = (Whole)weights;
-  const auto one = static_cast<int32_t>(x);
-  return sums + (w << 24 >> 24) * (one << 24 >> 24) + (w << 16 >> 24) * (one << 16 >> 24) + (w << 8 >> 24) * (one << 8 >> 24) +
-         (w >> 24) * (one >> 24);
-#endif
-}
-
-// `tile` for rows of `to_bytes`
-template <int M>
-void whole_tile(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
-  Floats sums[M][2] = {};
-  for (int64_t i = 0; i < in;) {
-    const uint32_t* group = x + words(i);
-    Whole dots[M][2];
-    for (int m = 0; m < M; m++) dots[m][0] = dots[m][1] = Whole{} + static_cast<int32_t>(group[m * words(in) + 1]);
-    for (int64_t j = 2, end = 2 + std::min(GROUP, in - i) / 4; j < end; j++, i += 4) {
-      Words first, second;
-      std::memcpy(&first, panel + i * P, sizeof first);
-      std::memcpy(&second, panel + i * P + sizeof first, sizeof second);
-      __builtin_prefetch(panel + i * P + AHEAD);
-      __builtin_prefetch(panel + i * P + AHEAD + 64);
-      for (int m = 0; m < M; m++) {
-        dots[m][0] = dot(dots[m][0], first, group[m * words(in) + j]);
-        dots[m][1] = dot(dots[m][1], second, group[m * words(in) + j]);
-      }
-    }
-    for (int m = 0; m < M; m++) {
-      float scale;
-      std::memcpy(&scale, group + m * words(in), sizeof scale);
-      for (int part = 0; part < 2; part++) sums[m][part] += scale * __builtin_convertvector(dots[m][part], Floats);
-    }
-  }
-  const auto* scales = reinterpret_cast<const float*>(panel + in * P);
-  for (int m = 0; m < M; m++) {
-    float every[P];
-    for (int part = 0; part < 2; part++) sums[m][part] *= load(scales + part * W);
-    std::memcpy(every, sums[m], sizeof every);
-    std::memcpy(y + m * stride, every, outputs * sizeof(float));
-  }
-}
-
 #ifdef __AVX512BF16__
 bool rounds = false;  // whether products over weights in bfloat16 round what they multiply to bfloat16
 
@@ -270,23 +181,20 @@ bool rounding(bool on) {
 template <Kind kind, int M>
 void rest(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
-    if (rows != M)
-      rest<kind, M - 1>(x, panel, y, in, outputs, stride, rows);
-    else if constexpr (kind == WHOLE)
-      whole_tile<M>(x, panel, y, in, outputs, stride);
-    else
+    if (rows == M)
       tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, panel, y, in, outputs, stride);
+    else
+      rest<kind, M - 1>(x, panel, y, in, outputs, stride, rows);
   }
 }
 
-int64_t inputs(const at::Tensor& weight) { return weight.size(1) - (weight.element_size() == 1 ? SCALES : 0); }
+int64_t inputs(const at::Tensor& weight) { return weight.size(1) - (weight.scalar_type() == at::kChar ? SCALES : 0); }
 
 // y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
 template <Kind kind>
 void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto* panels = static_cast<const char*>(weight.const_data_ptr());
-  const int64_t in = inputs(weight), width = kind == WHOLE ? words(in) : kind == ROUNDED ? in / 2 : in;  // of a row of x
-  constexpr int block = kind == WHOLE ? BLOCK / 2 : BLOCK;
+  const int64_t in = inputs(weight), width = kind == ROUNDED ? in / 2 : in;  // numbers of a row of x
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
@@ -294,8 +202,8 @@ void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, fl
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-      for (; a < rows; a += block)
-        rest<kind, block>(x + a * width, panel, out + a * outputs, in, kept, outputs, std::min<int64_t>(block, rows - a));
+      for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * width, panel, out + a * outputs, in, kept, outputs);
+      rest<kind, BLOCK - 1>(x + a * width, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
@@ -309,7 +217,6 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
   if (dtype == at::kBFloat16 && rounds)
     return times<ROUNDED>(rounded(x, rows * inputs(weight)).data(), weight, bias, y, rows, outputs);
 #endif
-  if (dtype == at::kByte) return times<WHOLE>(to_bytes(x, rows, inputs(weight)).data(), weight, bias, y, rows, outputs);
   const auto of_kind = dtype == at::kChar ? times<BYTE> : dtype == at::kHalf ? times<HALF> : times<BRAIN>;
   of_kind(x, weight, bias, y, rows, outputs);
 }
@@ -317,20 +224,19 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
 // A weight (out, in) as panels; `in` is even for bfloat16. scale (out,): of a weight in int8, whose row o means
-// scale[o] * weight[o]; else empty. whole: whether x is rounded to 8 bits too; `in` is then a multiple of 4.
-at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale, bool whole) {
+// scale[o] * weight[o]; else empty.
+at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;
-  const int64_t together = whole ? 4 : brain ? 2 : 1;  // inputs of an output that stand side by side
-  TORCH_CHECK(in % together == 0, "packed: the number of inputs must be a multiple of ", together, ", not ", in);
-  auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options().dtype(whole ? at::kByte : weight.scalar_type()));
+  TORCH_CHECK(!brain || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
+  auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options());
   const auto* from = static_cast<const char*>(weight.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   for (int64_t p = 0; p < panels; p++) {
     const int64_t outputs = std::min<int64_t>(P, out - p * P);
     for (int64_t i = 0; i < in; i++)
       for (int64_t o = 0; o < outputs; o++) {
-        const int64_t at = (i / together * P + o) * together + i % together;
+        const int64_t at = brain ? (i / 2 * P + o) * 2 + i % 2 : i * P + o;
         std::memcpy(to + at * width, from + ((p * P + o) * in + i) * width, width);
       }
     to += in * P * width;
@@ -409,6 +315,7 @@ void norm(const float* x, const float* weight, float* y, int64_t width, double e
 
 // e^x within 2^-22 of it, 0 for x below -87, e^88 for x above 88: 2^whole e^rest, the latter by its series
 inline Floats exp(Floats x) {
+  typedef int32_t Whole __attribute__((vector_size(4 * W)));
   const Floats given = x;
   x = x < -87.f ? Floats{} - 87.f : x;
   x = x > 88.f ? Floats{} + 88.f : x;
@@ -951,7 +858,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
-  m.def("packed(Tensor weight, Tensor scale, bool whole) -> Tensor");
+  m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("rounding(bool on) -> bool", rounding);
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");

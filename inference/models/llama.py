@@ -5,8 +5,8 @@ The time of a pass over a few ids depends on the number of operations, not on th
 some sixty per layer. Here a layer is two norms, four matrix products, one rotation and one attention, on the model's
 own weights. Query, key and value are one product, gate and up another. Projections that are applied together are copied
 into one tensor once, and the model's parameters become views of it. So these weights are not stored twice, and training
-still changes them. `packed`, `int8` and `int8_draft` add a second copy of each projection (see `packing`). The pass is
-a function of tensors, so that `replay` can record it.
+still changes them. `packed` and `int8` add a second copy of each projection (see `packing`). The pass is a
+function of tensors, so that `replay` can record it.
 
 Letters in shapes: A = rows, n = ids per row, H = query heads, G = key/value heads, D = head size, L = slots that are
 read (a slot stores one token's keys and values), W = width of the model. Each key/value head serves a group of H/G
@@ -405,23 +405,18 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 
 def can_round(model: PreTrainedModel) -> bool:
-    """Return whether `int8` and `int8_draft` work for this model on this machine."""
+    """Return whether `int8` works for this model on this machine."""
     return applies(model) and packing.serves(model)
 
 
 def int8(weights: Weights) -> Weights:
     """Return the weights with second copies of all projections, rounded to 8 bits, with one scale per output."""
-    return _with_copies(weights, partial(_rounded, whole=False))
-
-
-def int8_draft(weights: Weights) -> Weights:
-    """Return what `int8` returns, for products of whole numbers: states are rounded to 8 bits before each product."""
     return _with_copies(weights, _rounded)
 
 
-def _rounded(linear: Linear, whole: bool = True) -> Linear:
+def _rounded(linear: Linear) -> Linear:
     numbers, scale = int8_rows(linear.weight)
-    return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float(), whole))
+    return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from inference.models import llama
 from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
 from inference.models.encoder_decoder import Encoded, EncoderDecoder
-from inference.models.forward import Change, Forward, Lean, Stock
+from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import SHORT, applies, can_round
 from inference.models.passes import ALONE, ChainDraws, Layers, Pass, States
 from inference.models.pretrained import layers_of, longest_text, quantisation_of, refuse_unsupported
@@ -47,7 +47,7 @@ class LM:
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
     stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to record short
-    passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights and states to 8 bits; this is for a draft,
+    passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights to 8 bits; this is for a draft,
     since a rounded target has another distribution. A model that `llama.in_int8_rows` has rounded runs with int8
     weights if it can. spare: number of further rows of the cache, for waiting prompts. cache: the cache of a larger LM,
     whose first layers are this model; both then use the same keys and values. None for a new cache. scaled: whether to
@@ -76,7 +76,7 @@ class LM:
         config = model.config.get_text_config()
         refuse_unsupported(model, config)
         quantisation = quantisation_of(model.config)
-        rows8 = not int8 and quantisation == llama.INT8_ROWS and not stock and takes_int8(model)
+        int8 = int8 or (quantisation == llama.INT8_ROWS and not stock and takes_int8(model))
         self.size = config.vocab_size
         self.vocabulary = vocabulary or self.size
         positions = longest_text(config)
@@ -92,7 +92,7 @@ class LM:
         self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
         self.encoded: Encoded | None = None  # by the latest `encode`
         with ALONE, unchanged(model):
-            self.run = self._forward(stock, llama.int8_draft if int8 else llama.int8 if rows8 else None)
+            self.run = self._forward(stock, int8)
             lean = isinstance(self.run, Lean)
             copies = isinstance(self.run, Lean) and self.run.change is not None
             self.stamp = Stamp(model, addresses=lean, values=copies)
@@ -101,7 +101,7 @@ class LM:
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as the longest pass had ids a row
         dtype = str(model.dtype).removeprefix("torch.")
-        self.weights = "int8" if int8 or rows8 else dtype if quantisation == "none" else f"{quantisation}, {dtype}"
+        self.weights = "int8" if int8 else dtype if quantisation == "none" else f"{quantisation}, {dtype}"
 
     @property
     def stale(self) -> bool:
@@ -122,8 +122,8 @@ class LM:
         with torch.inference_mode(False):  # written to in inference mode and outside it
             return torch.ones(rows, width, dtype=self.dtype, device=self.device)
 
-    def _forward(self, stock: bool, change: Change | None) -> Forward:
-        if change and (stock or not can_round(self.model)):
+    def _forward(self, stock: bool, int8: bool) -> Forward:
+        if int8 and (stock or not can_round(self.model)):
             raise ValueError(
                 f"{type(self.model).__name__}: int8 weights need a model of the Llama, Mistral, Qwen2 or Qwen3 family "
                 "on a CPU with a C++ compiler, in float32 or half precision and small enough to be stored twice; set "
@@ -132,9 +132,9 @@ class LM:
         graphs = self.wants_graphs and Recorded.possible(self.model.device)
         if not stock and applies(self.model) and lean_agrees(self.model, self.context):
             if graphs:
-                return Replayed(self.model, self.cache, change, self.rows)
-            return Lean(self.model, self.cache, change)
-        if change:
+                return Replayed(self.model, self.cache, int8, self.rows)
+            return Lean(self.model, self.cache, int8)
+        if int8:
             raise ValueError(
                 f"{type(self.model).__name__}: int8 weights need the forward of inference.models.llama, which cannot "
                 "run this model; set int8=False"

@@ -42,14 +42,12 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=
 class Widened:
     """Multiplies in float32 by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`. weight: in
     bfloat16, float16 or int8. scale (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r].
-    whole: for an int8 weight with a multiple of four inputs, whether x is rounded to 8 bits too, with one scale for 64
-    inputs: products of whole numbers take less time, and are equal on every CPU. width: bytes of each number in the
-    weight's second copy."""
+    width: bytes of each number in the weight's second copy."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, whole: bool = False) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.width = weight.itemsize
         self.weight: Tensor = torch.ops.inference.packed(
-            weight.contiguous(), torch.empty(0) if scale is None else scale, whole and weight.shape[1] % 4 == 0
+            weight.contiguous(), torch.empty(0) if scale is None else scale
         )
         self.bias = torch.empty(0) if bias is None else bias.to(torch.float32, copy=True)
         self.outputs = len(weight)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import SlotCache, Window, move_path
 from inference.models.forward import (
-    Change,
     Lean,
     additive,
     attention,
@@ -222,11 +221,11 @@ class Replayed(Lean):
     that the old memory can be freed.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, change: Change | None, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool, rows: int) -> None:
         self.rows = rows
         self.stored: dict[str, Any] = {}  # what passes read where it is
         self.replay = Recorded(model)
-        super().__init__(model, cache, change)
+        super().__init__(model, cache, int8)
         cache.before_growth(self._drop)
 
     def forward(self, ids: Tensor, window: Window, only: Tensor | None = None, layers: Layers = ()) -> Pass:

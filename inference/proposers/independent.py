@@ -15,7 +15,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
 from inference.models.checksum import Stamp
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
-from inference.models.lm import CHUNK, LM, padded_rows, store_prompts, store_tails
+from inference.models.lm import CHUNK, LM, padded_rows, store_prompts, store_tails, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
 from inference.models.step import Drafts, Nodes, Run, by_round, one_by_one
@@ -75,7 +75,8 @@ class Independent(Proposer):
         FileNotFoundError if the folder does not exist, and ValueError if its files or weights are damaged or if the
         network or tokenizer does not fit the target."""
         draft = cls.load_network(folder, arguments)
-        return cls(widened(draft), arguments.greedy, shape=arguments.shape)
+        int8 = arguments.int8 and takes_int8(draft)
+        return cls(widened(draft), arguments.greedy, int8=int8, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -33,7 +32,6 @@ from tests.folders import network, own_texts, target_folder, tokenizer
 
 STEP = 8  # bytes: a header's length is a multiple of them
 LINE = 64  # bytes: as far as offsets go
-NEEDED = 32  # bytes at whose multiples a kernel of x86 reads, in other processors' builds too
 
 
 @pytest.mark.thorough
@@ -43,7 +41,6 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the weights that the kind's kernels read, in 8 bits or in 16, and without such kernels."""
-    aligned_kernels(monkeypatch)
     rounds = kind not in ("medusa", "hydra")
     dtype = torch.bfloat16 if rounds else torch.float32
     model, place = halved(network(), dtype), tmp_path / "target"
@@ -56,7 +53,7 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
     path = written(tmp_path / kind, place, student, rounds)
     with monkeypatch.context() as patch:
         patch.setattr(packing, "has_kernels", lambda: False)
-        wanted = drafted(Engine(model, student.proposer(int8=rounds), policy=Fixed(2)))
+        wanted = drafted(Engine(model, student.proposer(), policy=Fixed(2)))
     for kernels in {packing.has_kernels(), False}:
         with monkeypatch.context() as patch:
             patch.setattr(packing, "has_kernels", lambda kernels=kernels: kernels)
@@ -278,20 +275,6 @@ def test_a_hash_of_weights_never_raises(
     file.unlink()
     file.mkdir()
     assert hash_weights(*asked) is None
-
-
-def aligned_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test fails where another processor would end the process."""
-
-    def checked(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*inputs: Any) -> Any:
-            tensors = [one for one in inputs if isinstance(one, torch.Tensor)]
-            assert all(one.is_contiguous() and not one.data_ptr() % NEEDED for one in tensors)
-            return kernel(*inputs)
-
-        return run
-
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", checked(torch._weight_int8pack_mm))
 
 
 def halved(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

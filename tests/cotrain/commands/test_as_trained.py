@@ -202,7 +202,6 @@ def test_every_command_decodes_as_the_folder_says(
     command: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
-    monkeypatch.setattr("inference.models.packing.serves", lambda model: False)
     about = read(odd).metadata
     assert about is not None
     tree = None if "tree" in UNUSED[command] else about.tree

@@ -75,7 +75,7 @@ def test_products_are_those_of_the_weight(
     torch.manual_seed(0)
     rows, added = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
     weight = llama.rounded(rows) if dtype == torch.int8 else shrunk * rows.to(dtype).float()
-    product = llama._packed(llama.Linear(rows, added), True).packed if dtype == torch.int8 else pack(weight, added)
+    product = llama._rounded(llama.Linear(rows, added)).packed if dtype == torch.int8 else pack(weight, added)
     assert isinstance(product, Widened) and product.weight.dtype == dtype
     for shape in ((inputs,), (0, inputs), *((1, n, inputs) for n in (*range(1, 20), 100))):
         x = torch.randn(shape)
@@ -87,6 +87,18 @@ def test_products_are_those_of_the_weight(
         assert ((result.double() - exact).abs() <= (inputs + 3) * 2.0**-24 * terms).all()
     apart = torch.randn(inputs, 3).T
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
+
+
+@needs_kernels
+def test_a_rounded_draft_reads_prompts_with_its_rounded_weights() -> None:
+    """As short passes do."""
+    model, ids = build("Llama", WIDE, torch.bfloat16), torch.arange(40).unsqueeze(0) % 20 + 2
+    once, often = (LM(model, 1, int8=True) for _ in range(2))
+    once.store(ids, [0])
+    for i in range(0, 40, 8):
+        often.store(ids[:, i : i + 8], [i])
+    near, exact = (lm.forward(ids[:, :1], [40]).logits for lm in (once, often))
+    torch.testing.assert_close(near, exact, rtol=1e-4, atol=1e-4)
 
 
 @needs_kernels
@@ -125,7 +137,7 @@ def test_a_model_with_odd_widths_has_copies_of_the_others(dtype: torch.dtype) ->
         layer.mlp.up_proj.bias.data *= 2.0**30
         layer.mlp.down_proj.weight.data *= 2.0**-30  # which float16 lacks
     lm, own = LM(pretrained.cast(copy.deepcopy(model), dtype), 3), LM(model, 3, stock=True)
-    assert lm.run.packs and lm.run.flat is None  # type: ignore[attr-defined]
+    assert lm.run.change and lm.run.flat is None  # type: ignore[attr-defined]
     torch.testing.assert_close(passes(lm), passes(own), rtol=1e-3, atol=1e-3)
 
 
@@ -304,7 +316,7 @@ def test_copies_are_of_the_present_weights_and_dropped_with_them() -> None:
         for weight in model.parameters():
             weight += 1e-5  # as training does: now float16 represents none
     lm = LM(model, 3)
-    assert not lm.run.packs and copies() == before + 9  # type: ignore[attr-defined]
+    assert not lm.run.change and copies() == before + 9  # type: ignore[attr-defined]
     for weight in model.parameters():
         weight.data = weight.data.bfloat16().float()
     passes(lm)

@@ -133,6 +133,7 @@ def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int
     assert weight_bytes(LM(network, 2)) == (8 * count, count)
 
 
+@pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("tokens", "rank"), [(16, None), (None, 16), (16, 16)])
 def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) -> None:
     network = kinds.small(build("Llama", WIDE, torch.bfloat16), tokens, rank)
@@ -141,15 +142,12 @@ def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) ->
     for linear, exact in ((rounded.head.up, weights.head.up), (rounded.head.down, weights.head.down)):  # type: ignore[union-attr]
         assert (linear is None) is (exact is None) is (linear is rounded.head.down and rank is None)  # type: ignore[union-attr]
         if linear is not None and exact is not None:
-            assert linear.weight.dtype == torch.int8 and linear.scale is not None
-            apart = (linear.weight * linear.scale.float().unsqueeze(1) - exact.weight.float()).abs()
-            assert (apart <= 0.75 * linear.scale.float().unsqueeze(1)).all()
-            assert linear.weight.abs().amax(1).min() >= 126
+            columns = linear(torch.eye(exact.weight.shape[1])).T
+            torch.testing.assert_close(columns, llama.rounded(exact.weight.float()), rtol=1e-6, atol=0)
     assert llama.can_round(network)
-    if packing.can_pack(network):  # a CPU with instructions for bfloat16
-        ids = IDS % size
-        q, own = (LM(network, 2, int8=int8).forward(ids, [0, 0]).logits.float().softmax(-1) for int8 in (True, False))
-        assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.05
+    ids = IDS % size
+    q, own = (LM(network, 2, int8=int8).forward(ids, [0, 0]).logits.float().softmax(-1) for int8 in (True, False))
+    assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.08
 
 
 def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

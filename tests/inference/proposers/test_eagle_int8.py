@@ -28,7 +28,7 @@ WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignor
 def half(size: int | None) -> tuple[Any, Any]:
     """A target and a draft that int8 kernels can run."""
     target = tiny(hidden=32, dtype=torch.bfloat16)
-    return target, kinds.eagle(target, draft_vocab_size=size)
+    return target, packing.widened_draft(kinds.eagle(target, draft_vocab_size=size))
 
 
 def engine_of(target: Any, proposer: Eagle) -> Engine:
@@ -92,7 +92,7 @@ def first(network: Any, target: Any, text: list[int], int8: bool) -> torch.Tenso
 
 
 def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On every CPU."""
+    """Where the kernels are."""
     target, network = half(16)
     hashes = {"name": "none", "config": None, "tokenizer": None}
     for int8 in (True, False):
@@ -100,10 +100,9 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
         for kernels in {packing.has_kernels(), False}:
             monkeypatch.setattr(packing, "has_kernels", lambda kernels=kernels: kernels)
             proposer: Any = load(tmp_path / f"{int8}", target).proposer
-            assert proposer.int8 == (proposer.weights == "int8") == int8
+            assert proposer.int8 == (proposer.weights == "int8") == (int8 and kernels)
+    monkeypatch.undo()
     assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
-    narrow = tiny(hidden=24, dtype=torch.bfloat16)
-    assert not EagleStudent.takes_int8(kinds.eagle(narrow)), "the kernel reads 16 inputs at a time"
     assert BlockStudent.takes_int8(kinds.block(tiny(hidden=32, dtype=torch.bfloat16)))
 
 
@@ -113,9 +112,11 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
 def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
     target = tiny(hidden=32, dtype=torch.bfloat16)
     proposer: Any = kinds.KINDS[kind].proposer(target, **({"shape": shape} if shape else {}))
+    packing.widened_draft(proposer.network)
     proposer.int8 = True
     out = Engine(target, proposer, rows=2, policy=Fixed(2), verify="tree" if shape else "token").generate(
         PROMPTS[:3], max_new_tokens=9, seed=1, ignore_eos=True
     )
     assert sum(out.stats.accepted) > 0
-    assert any(isinstance(part, llama.RoundedLinear) for part in proposer.served.modules())
+    packed = [part for part in proposer.served.modules() if isinstance(part, llama.PackedLinear)]
+    assert {part.product.weight.dtype for part in packed} == {torch.int8}
