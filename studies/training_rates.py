@@ -39,7 +39,6 @@ from cotrain.training.optim import adamw, precision
 from inference import Engine, Sampling
 from inference.drafts.atomic import write_atomic
 from inference.measure.environment import device, environment
-from inference.models import packing
 from studies.floor import Machine, measure_machine, pass_load, weight_bytes
 
 CONTEXT = 128  # tokens before the pass whose floor is that of sampling
@@ -69,10 +68,7 @@ def sampling(engine: Engine, prompts: list[list[int]], new_tokens: int, machine:
     some = [prompts[i % len(prompts)] for i in range(rows)]
 
     def run() -> None:
-        with packing.rounded_products():  # as `cotrain.rollout.samplers.Own`
-            engine.generate(
-                some, max_new_tokens=new_tokens, sampling=Sampling(temperature=1.0), seed=0, ignore_eos=True
-            )
+        engine.generate(some, max_new_tokens=new_tokens, sampling=Sampling(temperature=1.0), seed=0, ignore_eos=True)
 
     floor = pass_load(engine.target, rows, 1, CONTEXT).seconds(machine)
     return {"rows": rows, "tokens_per_second": rows * new_tokens / timed(run, 1), "floor": rows / floor}

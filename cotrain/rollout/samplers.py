@@ -13,7 +13,6 @@ from cotrain.console import Display
 from cotrain.errors import UserError
 from inference import Engine, Sampling
 from inference.drafts.atomic import naming_full_disk, write_atomic
-from inference.models import packing
 from inference.servers.openai_client import Completion
 
 WINDOW = 512  # prompts that are sorted by length
@@ -72,8 +71,7 @@ class Own:
     def __call__(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
     ) -> list[list[int]]:
-        with packing.rounded_products():
-            out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
+        out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
         for message in filter(None, out.errors):  # else the part before the error would pass for a whole text
             raise UserError(f"the target cannot continue a prompt, {message}")
         return out.tokens

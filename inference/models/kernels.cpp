@@ -154,7 +154,7 @@ void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t
 }
 
 #ifdef __AVX512BF16__
-bool rounds = false;  // whether products over weights in bfloat16 round what they multiply to bfloat16
+bool rounds = true;  // whether products over weights in bfloat16 round what they multiply to bfloat16
 
 // n numbers, of an even count, as words of two numbers in bfloat16
 std::vector<uint32_t> rounded(const float* x, int64_t n) {
@@ -223,11 +223,12 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
-// A weight (out, in) as panels; `in` is even for bfloat16. scale (out,): of a weight in int8, whose row o means
-// scale[o] * weight[o]; else empty.
+// A weight (out, in) as panels; `in` is even for bfloat16, which int16 stands for if x is never to be rounded. scale
+// (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
-  const bool eight = weight.scalar_type() == at::kChar, brain = weight.scalar_type() == at::kBFloat16;
+  const auto dtype = weight.scalar_type();
+  const bool eight = dtype == at::kChar, brain = dtype == at::kBFloat16 || dtype == at::kShort;
   TORCH_CHECK(!brain || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
   auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options());
   const auto* from = static_cast<const char*>(weight.const_data_ptr());

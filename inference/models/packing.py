@@ -4,9 +4,10 @@ For a weight in torch's own order, a kernel rearranges it at every call. Those o
 already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
 rounded to 8 bits. They widen each weight and compute in float32, so a pass differs from the float32 model only in the
 order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
-(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, too, they need less than half of the time
-that oneDNN's products in bfloat16 take for one id. The kernels are compiled once per machine, by the machine's
-C++ compiler.
+(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round what
+they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's product
+is then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. The kernels are
+compiled once per machine, by the machine's C++ compiler.
 """
 
 import copy
@@ -40,9 +41,10 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=
 
 
 class Widened:
-    """Multiplies in float32 by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`. weight: in
-    bfloat16, float16 or int8. scale (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r].
-    width: bytes of each number in the weight's second copy."""
+    """Multiplies by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`, with sums in float32. weight:
+    in bfloat16, float16 or int8, or the bits of bfloat16 as int16. With a weight in bfloat16, x is rounded to bfloat16
+    first if the CPU has instructions for such products. scale (out,) in float32: for an int8 weight, whose row r means
+    scale[r] * weight[r]. width: bytes of each number in the weight's second copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.width = weight.itemsize
@@ -111,14 +113,13 @@ def _compile(command: Sequence[str], library: Path) -> None:
 
 
 @contextmanager
-def rounded_products(on: bool = True) -> Iterator[None]:
-    """If `on`, products over copies in bfloat16 first round what they multiply to bfloat16 until the block ends, if the
-    CPU has instructions for such products: many rows then take half of the time. States that are kept of such passes
-    are rounded so too. It is not for passes that are compared, since passes of different lengths round differently. The
-    setting is for the whole process, whose other calls wait for the block's end."""
-    loaded = hasattr(torch.ops.inference, "rounding")  # by `has_kernels`
+def products_in_float32(needed: bool = True) -> Iterator[None]:
+    """Until the block ends, products of models in bfloat16 do not round what they multiply, for checks that compare a
+    forward with float32. needed: whether there may be such products. The setting is for the whole process, whose other
+    calls wait for the block's end."""
+    loaded = needed and has_kernels()
     with ALONE:
-        before = loaded and torch.ops.inference.rounding(on)
+        before = loaded and torch.ops.inference.rounding(False)
         try:
             yield
         finally:
@@ -175,5 +176,8 @@ def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:
         if dtype == torch.bfloat16 and weight.shape[1] % 2:  # its copy has pairs of inputs
             continue
         if weight.dtype == dtype or all(torch.equal(rows, rows.to(dtype).float()) for rows in weight.split(CHUNK)):
-            return Widened(weight.to(dtype), bias) if has_kernels() else None
+            narrow = weight.to(dtype)
+            if dtype == torch.bfloat16 and weight.dtype == torch.float32:  # the model's own products do not round
+                narrow = narrow.view(torch.int16)
+            return Widened(narrow, bias) if has_kernels() else None
     return None

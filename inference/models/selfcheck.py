@@ -211,7 +211,7 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
         if key not in results:
             for old in [other for other in results if other[0] == name]:
                 del results[old]  # results for weights that the model no longer has
-            with packing.rounded_products(False):
+            with packing.products_in_float32(packing.can_pack(model)):
                 results[key] = check()
         return results[key]
 

@@ -18,17 +18,12 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from cotrain.console import Display
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.rollout import samplers, training_texts
-from cotrain.rollout.sampled_states import SampledStates
 from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import Sampled, name
 from inference import Engine, Sampling
-from inference.models import packing
-from inference.models.passes import LAST
-from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.servers.openai_client import Completion
 from tests.folders import tokenizer
-from tests.inference.models.test_packing import needs_kernels
 from tests.tiny import tiny
 
 VOCABULARY = 300
@@ -300,24 +295,3 @@ def test_an_answer_is_encoded_as_the_prompts_continuation() -> None:
     client = Answering(Completion("b b", None, "length"))
     words = PreTrainedTokenizerFast(tokenizer_object=model)
     assert Remote(client, words, 4, frozenset())([[3]], WARM, 6, 1, [3]) == [[2, 4]]  # type: ignore[arg-type]
-
-
-@needs_kernels
-def test_texts_are_sampled_by_rounded_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call's products alone, not those of a draft's measurement after it."""
-    assert packing.has_kernels()
-    kept = SampledStates((1, LAST), 2**20)  # at whose first use they are checked, without rounding
-    engine, states = Engine(tiny(hidden=32, layers=3, dtype=torch.bfloat16), kept, policy=Fixed(0), rows=2), []
-    generate = engine.generate
-
-    def watched(*given: Any, **settings: Any) -> Any:
-        before = torch.ops.inference.rounding(True)
-        torch.ops.inference.rounding(before)
-        states.append(before)
-        return generate(*given, **settings)
-
-    monkeypatch.setattr(engine, "generate", watched)
-    assert len(Own(engine)([[1, 2, 3], [4]], Sampling(1.0), 4, 0, [1, 2])) == 2
-    assert len(kept.records) == 2
-    assert states == ["avx512_bf16" in packing.of_cpu("flags")]
-    assert not torch.ops.inference.rounding(False)

@@ -4,7 +4,6 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,7 +299,6 @@ def emulates() -> Iterator[None]:
     """As a CPU without instructions for bfloat16: texts and divergences do not depend on the rows of a batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrained, "emulated", lambda dtype: dtype == torch.bfloat16)
-        patch.setattr("inference.models.packing.rounded_products", nullcontext)
         yield
 
 

@@ -34,6 +34,7 @@ from tests.inference.test_shared_proposers import Short
 from tests.tiny import near, tiny
 
 # where there is a compiler they must compile
+EXACT = {torch.bfloat16: torch.int16}  # of products that do not round
 needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 BIASED: dict[str, Any] = WIDE | {"attention_bias": True, "mlp_bias": True}
 PROMPTS = [[1, 2, 3, 4], [4, 5]]
@@ -76,7 +77,7 @@ def test_products_are_those_of_the_weight(
     rows, added = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
     weight = llama.rounded(rows) if dtype == torch.int8 else shrunk * rows.to(dtype).float()
     product = llama._rounded(llama.Linear(rows, added)).packed if dtype == torch.int8 else pack(weight, added)
-    assert isinstance(product, Widened) and product.weight.dtype == dtype
+    assert isinstance(product, Widened) and product.weight.dtype == EXACT.get(dtype, dtype)
     for shape in ((inputs,), (0, inputs), *((1, n, inputs) for n in (*range(1, 20), 100))):
         x = torch.randn(shape)
         result = product(x)
@@ -103,21 +104,24 @@ def test_a_rounded_draft_reads_prompts_with_its_rounded_weights() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_round_what_they_multiply_within_a_block_alone(dtype: torch.dtype) -> None:
-    """On a CPU with instructions for it; on others nothing changes, nor for weights in another dtype."""
+def test_products_of_a_model_in_bfloat16_round_what_they_multiply(dtype: torch.dtype) -> None:
+    """On a CPU with instructions for it, and not within checks; each row as it does beside any others."""
     torch.manual_seed(0)
     weight, added = torch.randn(70, 90).to(dtype), torch.randn(70)
     product: Any = pack(weight, added)
     rounds = dtype == torch.bfloat16 and "avx512_bf16" in packing.of_cpu("flags")
     for rows in (*range(1, 20), 100):
         x = torch.randn(rows, 90)
-        exact = product(x)
-        with pytest.raises(KeyError), packing.rounded_products():
-            found = product(x)
+        found = product(x)
+        with pytest.raises(KeyError), packing.products_in_float32():
+            exact = product(x)
             raise KeyError
         wanted = nn.functional.linear(x.bfloat16().float() if rounds else x, weight.float(), added)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
-        assert torch.equal(product(x), exact) and torch.equal(found, exact) != rounds
+        torch.testing.assert_close(exact, nn.functional.linear(x, weight.float(), added), rtol=1e-5, atol=1e-4)
+        assert torch.equal(product(x), found) and torch.equal(found, exact) != rounds
+        assert not rounds or all(map(torch.equal, found.split(1), map(product, x.split(1))))
+        torch.testing.assert_close(pack(weight.float(), added)(x), exact, rtol=0, atol=0)
 
 
 @needs_kernels
@@ -138,7 +142,8 @@ def test_a_model_with_odd_widths_has_copies_of_the_others(dtype: torch.dtype) ->
         layer.mlp.down_proj.weight.data *= 2.0**-30  # which float16 lacks
     lm, own = LM(pretrained.cast(copy.deepcopy(model), dtype), 3), LM(model, 3, stock=True)
     assert lm.run.change and lm.run.flat is None  # type: ignore[attr-defined]
-    torch.testing.assert_close(passes(lm), passes(own), rtol=1e-3, atol=1e-3)
+    with packing.products_in_float32():
+        torch.testing.assert_close(passes(lm), passes(own), rtol=1e-3, atol=1e-3)
 
 
 @needs_kernels
@@ -155,7 +160,7 @@ def test_which_weights_16_bits_represent() -> None:
         rows[4999, 0] = last
         product = pack(rows, None)
         assert (product is not None) is (dtype is not None)
-        assert not isinstance(product, Widened) or product.weight.dtype == dtype
+        assert not isinstance(product, Widened) or product.weight.dtype == EXACT.get(dtype, dtype)
 
 
 @needs_kernels
@@ -199,13 +204,13 @@ def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any])
 def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
     family: str, settings: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Passes of any number of ids differ by nothing but the order of sums, and so do their states. A prompt of many ids
-    is read in half precision, where the CPU has instructions for it."""
+    """But for the rounding of what is multiplied, passes of any number of ids differ by nothing but the order of sums,
+    and so do their states. A prompt of many ids is read in half precision, where the CPU has instructions for it."""
     model = build(family, settings, dtype)
     lm, wide = LM(model, 3), LM(build(family, settings, dtype).float(), 3, stock=True)
     assert lm.dtype == torch.float32 and lm.weights == str(dtype).removeprefix("torch.")
     ids, layers, both = torch.arange(60).view(3, 20) % 31, (0, 1, LAST), (lm, wide)
-    with torch.inference_mode():
+    with torch.inference_mode(), packing.products_in_float32():
         mine, theirs = (one.forward(ids, [0, 0, 0], states=layers) for one in both)
         torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-4, atol=1e-4)
         for name, state in theirs.states.items():
@@ -218,6 +223,27 @@ def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
     assert (float(apart) > 1e-5) is not pretrained.emulated(dtype)
     torch.testing.assert_close(after, expected, rtol=0.1, atol=0.5)
     assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+@needs_kernels
+def test_passes_of_any_length_give_the_same_bits() -> None:
+    """Of a model in bfloat16, on a CPU with instructions for it, alone and beside other rows; states too."""
+    if "avx512_bf16" not in packing.of_cpu("flags"):
+        pytest.skip("no instructions for bfloat16")
+    model, ids = build("Qwen2", BIASED | {"num_hidden_layers": 3}, torch.bfloat16), torch.arange(96).view(3, 32) % 31
+    runs = []
+    for rows in (ids[1:2], ids):
+        for width in (1, 2, 3, 5, 16):
+            lm, parts = LM(model, len(rows)), []
+            for at in range(0, 32, width):
+                part = lm.forward(rows[:, at : at + width], [at] * len(rows), states=(1, LAST))
+                parts.append(torch.cat([part.logits, part.states[1], part.states[LAST]], -1))
+            runs.append(torch.cat(parts, 1)[len(rows) // 2])
+    assert all(torch.equal(run, runs[0]) for run in runs)
+    lm = LM(model, 1)
+    with packing.products_in_float32():
+        assert not torch.equal(lm.forward(ids[1:2, :1], [0]).logits[0, 0], runs[0][0, : lm.size])
+    assert torch.equal(lm.forward(ids[1:2, :1], [0]).logits[0, 0], runs[0][0, : lm.size])
 
 
 @needs_kernels

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from inference import Engine
-from inference.models import forward, llama, selfcheck
+from inference.models import forward, llama, packing, selfcheck
 from inference.models.forward import Lean, Stock
 from inference.models.llama import can_round
 from inference.models.lm import LM, takes_int8
@@ -222,7 +222,8 @@ def test_faults_late_in_a_text_fail(dtype, fault, monkeypatch):
 def test_a_model_in_half_precision_is_compared_in_float32() -> None:
     """As it is served: the rounding of its own forward neither excuses nor accuses."""
     model = tiny(dtype=torch.bfloat16)
-    result = Probe(selfcheck.reference(model), 256).logits(lambda cache: Lean(model, cache))
+    with packing.products_in_float32():
+        result = Probe(selfcheck.reference(model), 256).logits(lambda cache: Lean(model, cache))
     assert result.allowed == selfcheck.FINE and result.agrees
     assert Probe(model, 256).logits(lambda cache: Lean(model, cache)).difference > selfcheck.FINE
     assert model.dtype == torch.bfloat16 and lean_agrees(model, 256)
@@ -347,7 +348,7 @@ def test_each_row_is_compared(row: int, dtype: torch.dtype) -> None:
     """Of logits, of the states of the first and the last layer, and of trees."""
     model = tiny(dtype=dtype)
     own = selfcheck.reference(model)
-    with torch.no_grad():
+    with torch.no_grad(), packing.products_in_float32():
         for compare, change in (
             (Probe.logits, logits),
             (Probe.states, last_states),
