@@ -63,7 +63,9 @@ def test_a_draft_is_measured_in_the_numbers_that_it_is_served_in() -> None:
     plan = plan_of(bench=resized(plan.bench, draft_dtype="float32"))
     assert plan.served.dtype == torch.float32 and plan.draft.dtype == torch.float64
     assert plan_of().served is not None and plan_of().int8 is False
-    assert plan_of(bench=resized(plan.bench, draft_int8=True)).int8 is False  # no kernel for such numbers
+    assert (
+        plan_of(bench=resized(plan.bench, draft_dtype="auto", draft_int8=True)).int8 is False
+    )  # no kernel for such numbers
     assert plan_of(bench=resized(plan.bench, draft_dtype="auto")).served.dtype == torch.float64
 
 
