@@ -146,8 +146,9 @@ class Engine:
         max_new_tokens, sampling: one value, or one value per prompt. seed, ids: the key of the random numbers; `ids`
         has one whole number per prompt. By default it has hashes of the prompts, so a prompt gives the same tokens
         alone or in a batch. This holds exactly in float64, and in float32 up to rare rounding; in bfloat16 the text may
-        differ, but has the same probabilities. ignore_eos: whether the target's end tokens do not end a row; stop
-        strings, stop_ids and lengths still do. `Output.tokens` contains a row's end token, `Output.text` does not.
+        differ, but has the same probabilities (see docs/trust.md). ignore_eos: whether the target's end tokens do not
+        end a row; stop strings, stop_ids and lengths still do. `Output.tokens` contains a row's end token,
+        `Output.text` does not.
 
         logprobs: how many of the likeliest tokens `Output.logprobs` has at the position of each new token, beside the
         token's own log-probability under the target, before and after the settings; None for none of it. One value, or

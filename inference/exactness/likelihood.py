@@ -11,15 +11,19 @@ If x was drawn from p, both have mean 0 given the text before it, and are uncorr
 a text, divided by its standard deviation, is about normal.
 """
 
+import copy
 import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from inference.engine import Engine
 from inference.exactness.teacher_forced import whole_texts
-from inference.models.selfcheck import reference
+from inference.models import llama, packing
+from inference.models.lm import LM
+from inference.models.pretrained import cast
 from inference.output import Emitted
 from inference.sampling import Sampling, probs
 
@@ -60,12 +64,11 @@ class LikelihoodCheck:
 
 def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> LikelihoodCheck:
     """Return the result of check (e) over all tokens of the texts. p comes from transformers' own forward of each whole
-    text, so faults of the engine's passes do not affect it; in float32 if the engine computes in float32. engine: has
-    the target. sampling: the settings of the run that emitted the texts."""
+    text (`as_served`), so faults of the engine's passes do not affect it. engine: has the target. sampling: the
+    settings of the run that emitted the texts."""
     sums, tokens, impossible = torch.zeros(5, dtype=torch.float64), 0, 0
     lm = engine.target
-    own = lm.model if lm.dtype == lm.model.dtype else reference(lm.model)
-    for block in whole_texts(own, texts.prompts, texts.tokens, sampling, lm.vocabulary):
+    for block in whole_texts(as_served(lm), texts.prompts, texts.tokens, sampling, lm.vocabulary):
         terms = moments(probs(block.logits, sampling), block.x)[block.valid]  # (n, 5)
         possible = terms[:, 0].isfinite()
         sums += terms[possible].sum(0).cpu()
@@ -74,6 +77,24 @@ def check_likelihood(engine: Engine, texts: Emitted, sampling: Sampling) -> Like
     count = max(tokens - impossible, 1)
     z, middle_z = _sigmas(surprise - entropy, variance), _sigmas(middle, spread)
     return LikelihoodCheck(tokens, surprise / count, entropy / count, z, middle_z, impossible)
+
+
+def as_served(lm: LM) -> PreTrainedModel:
+    """Return a model whose own forward rounds as the passes of an LM do: the LM's model; or, if packed weights serve a
+    model in half precision, a copy in float32, with the numbers of the rounded copy if weights are in 8 bits, and with
+    products that round what they multiply if the LM's do."""
+    model = lm.model
+    if lm.dtype == model.dtype:
+        return model
+    copied = cast(copy.deepcopy(model), torch.float32)
+    for module in copied.modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        if lm.weights == "int8":
+            module.weight = nn.Parameter(llama.rounded(module.weight), requires_grad=False)
+        elif packing.rounds(model.dtype):
+            module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
+    return copied
 
 
 def _sigmas(difference: float, variance: float) -> float:

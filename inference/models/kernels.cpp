@@ -1,5 +1,5 @@
-// Passes of Llama models on a CPU, in float32, over weights that are stored in 16 or 8 bits. `packing.py` compiles and
-// loads them.
+// Passes of Llama models on a CPU, with states and sums in float32, over weights that are stored in 16 or 8 bits.
+// `packing.py` compiles and loads them.
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
 // end. In bfloat16 a 32-bit word holds the weights of an output for two inputs. Shifted left it is the float32 number of
@@ -167,6 +167,14 @@ std::vector<uint32_t> rounded(const float* x, int64_t n) {
   return to;
 }
 #endif
+
+// Whether there are products that round what they multiply.
+bool can_round() {
+#ifdef __AVX512BF16__
+  return true;
+#endif
+  return false;
+}
 
 // Sets whether products round what they multiply, where that is faster. Returns what it was.
 bool rounding(bool on) {
@@ -861,6 +869,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("rounding(bool on) -> bool", rounding);
+  m.def("can_round() -> bool", can_round);
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(

@@ -406,7 +406,7 @@ def _adjacent(parts: Sequence[Tensor]) -> bool:
 
 def can_round(model: PreTrainedModel) -> bool:
     """Return whether `int8` works for this model on this machine."""
-    return applies(model) and packing.serves(model)
+    return applies(model) and packing.serves(model, 1)
 
 
 def int8(weights: Weights) -> Weights:

@@ -2,12 +2,12 @@
 
 For a weight in torch's own order, a kernel rearranges it at every call. Those of `kernels.cpp` read weights that are
 already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
-rounded to 8 bits. They widen each weight and compute in float32, so a pass differs from the float32 model only in the
-order of sums. It reads half of the bytes or a quarter, and a few ids take little more time than one
-(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round what
-they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's product
-is then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. The kernels are
-compiled once per machine, by the machine's C++ compiler.
+rounded to 8 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32 differs
+from its own only in the order of sums. It reads half of the bytes or a quarter, and a few ids take little more time
+than one (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16
+round what they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's
+product is then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. The
+kernels are compiled once per machine, by the machine's C++ compiler.
 """
 
 import copy
@@ -148,15 +148,20 @@ def of_cpu(*names: str) -> str:
     return next((line for line in lines if line.startswith(names)), "")
 
 
-def can_pack(model: PreTrainedModel) -> bool:
+def can_pack(model: PreTrainedModel, width: int = 2) -> bool:
     """Return whether the projections of a model are to be packed: it must be on a CPU, small enough to be stored twice,
-    and in float32 or half precision."""
-    return model.device.type == "cpu" and is_small(model) and model.dtype in (*NARROW, torch.float32)
+    and in float32 or half precision. width: bytes of a number in the copy."""
+    return model.device.type == "cpu" and is_small(model, width) and model.dtype in (*NARROW, torch.float32)
 
 
-def serves(model: PreTrainedModel) -> bool:
-    """Return whether `kernels.cpp` serves a model whose weights it can represent."""
-    return can_pack(model) and has_kernels()
+def serves(model: PreTrainedModel, width: int = 2) -> bool:
+    """Return whether `kernels.cpp` serves a model whose weights it can represent, in `width` bytes each."""
+    return can_pack(model, width) and has_kernels()
+
+
+def rounds(dtype: torch.dtype) -> bool:
+    """Return whether products of a model in this dtype round what they multiply (`products_in_float32`)."""
+    return dtype == torch.bfloat16 and has_kernels() and bool(torch.ops.inference.can_round())
 
 
 def widens(model: PreTrainedModel) -> bool:
@@ -164,9 +169,9 @@ def widens(model: PreTrainedModel) -> bool:
     return model.dtype in NARROW and not weights_quantisation(model.config) and serves(model)
 
 
-def is_small(model: PreTrainedModel) -> bool:
-    """Return whether a model may be stored twice."""
-    return 2 * sum(p.numel() for p in model.parameters()) <= SHARE * memory()
+def is_small(model: PreTrainedModel, width: int = 2) -> bool:
+    """Return whether a model may be stored twice, the second time in `width` bytes a number."""
+    return width * sum(p.numel() for p in model.parameters()) <= SHARE * memory()
 
 
 def pack(weight: Tensor, bias: Tensor | None) -> Widened | None:

@@ -33,7 +33,7 @@ from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import checksum
 from inference.models.encoder_decoder import EncoderDecoder, any_source, own_inputs
 from inference.models.forward import FORMS, Forward, Lean, Stock
-from inference.models.llama import SHORT
+from inference.models.llama import SHORT, applies
 from inference.models.passes import ALONE, LAST, Layers, Pass
 from inference.models.pretrained import (
     biased_by_slots,
@@ -211,7 +211,8 @@ def _once(model: PreTrainedModel, name: tuple[str, int], check: Callable[[], Any
         if key not in results:
             for old in [other for other in results if other[0] == name]:
                 del results[old]  # results for weights that the model no longer has
-            with packing.products_in_float32(packing.can_pack(model)):
+            rounds = model.dtype == torch.bfloat16 and packing.can_pack(model) and applies(model)
+            with packing.products_in_float32(rounds):
                 results[key] = check()
         return results[key]
 

@@ -499,9 +499,9 @@ class Eagle(Proposer):
     runs on the target's device.
 
     A text of one token gets no drafts, since the target has read no token yet. greedy: whether to draft the likeliest
-    tokens, with one-hot distributions. int8: whether weights and states are rounded to 8 bits, if `packing.serves` the
-    network; q is then the distribution of the rounded network. shape: the tree to draft, as the parent of each node (-1
-    for the text); None for chains."""
+    tokens, with one-hot distributions. int8: whether the weights are rounded to 8 bits, for a network in float32 that
+    `packing.serves`; q is then the distribution of the rounded network. shape: the tree to draft, as the parent of each
+    node (-1 for the text); None for chains."""
 
     network_class: Any = EagleNetwork
     drafts_trees = True

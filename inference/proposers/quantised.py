@@ -43,9 +43,9 @@ class Quantised(Independent):
     """A proposer that drafts with the target's projections rounded to 8 bits or to nf4 (Dettmers et al. 2023,
     2305.14314). It has its own KV cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
 
-    bits: "int8" or "nf4". int8 uses the CPU's int8 kernel if the kernel supports the target (see `lm.takes_int8`). If
-    not, the rounded weights are stored in the target's dtype. Distributions are then the same up to the rounding of
-    sums, but passes are no faster than the target's. nf4 requires bitsandbytes. greedy: whether to draft the likeliest
+    bits: "int8" or "nf4". int8 reads copies in 8 bits on a CPU, if the target supports it (see `lm.takes_int8`).
+    If not, the rounded weights are stored in the target's dtype. Distributions are then the same up to rounding, but
+    passes are no faster than the target's. nf4 requires bitsandbytes. greedy: whether to draft the likeliest
     tokens, with one-hot distributions. shape: the tree to draft, as the parent of each node (-1 for the text); None for
     chains. Raises ValueError for other bits, and for a target whose weights are already quantised.
     """

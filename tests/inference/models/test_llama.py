@@ -1,6 +1,7 @@
 """The few-operation forward against transformers' own."""
 
 import copy
+import shutil
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from inference.models import llama
+from inference.models import llama, packing
 from inference.models.forward import Lean, Stock
 from inference.models.llama import applies
 from inference.models.lm import LM
@@ -139,6 +140,7 @@ def test_hooks_that_only_record_change_no_forward() -> None:
         handle.remove()
 
 
+@pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_in_int8_rows_runs_on_int8_weights_with_its_own_distribution(tied):
     settings = WIDE | {"initializer_range": 0.1, "tie_word_embeddings": tied}

@@ -5,6 +5,7 @@ import gc
 import math
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,12 +110,14 @@ def test_products_of_a_model_in_bfloat16_round_what_they_multiply(dtype: torch.d
     torch.manual_seed(0)
     weight, added = torch.randn(70, 90).to(dtype), torch.randn(70)
     product: Any = pack(weight, added)
-    rounds = dtype == torch.bfloat16 and "avx512_bf16" in packing.of_cpu("flags")
+    rounds = packing.rounds(dtype)
     for rows in (*range(1, 20), 100):
         x = torch.randn(rows, 90)
         found = product(x)
         with pytest.raises(KeyError), packing.products_in_float32():
             exact = product(x)
+            with ThreadPoolExecutor() as others:
+                assert not others.submit(packing.ALONE.acquire, False).result()
             raise KeyError
         wanted = nn.functional.linear(x.bfloat16().float() if rounds else x, weight.float(), added)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
@@ -228,7 +231,7 @@ def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
 @needs_kernels
 def test_passes_of_any_length_give_the_same_bits() -> None:
     """Of a model in bfloat16, on a CPU with instructions for it, alone and beside other rows; states too."""
-    if "avx512_bf16" not in packing.of_cpu("flags"):
+    if not packing.rounds(torch.bfloat16):
         pytest.skip("no instructions for bfloat16")
     model, ids = build("Qwen2", BIASED | {"num_hidden_layers": 3}, torch.bfloat16), torch.arange(96).view(3, 32) % 31
     runs = []

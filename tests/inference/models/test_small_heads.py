@@ -138,6 +138,7 @@ def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int
 def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) -> None:
     network = kinds.small(build("Llama", WIDE, torch.bfloat16), tokens, rank)
     weights = llama.weights_of(network)
+    assert packing.has_kernels()
     rounded, size = llama.int8(weights), network.config.vocab_size
     for linear, exact in ((rounded.head.up, weights.head.up), (rounded.head.down, weights.head.down)):  # type: ignore[union-attr]
         assert (linear is None) is (exact is None) is (linear is rounded.head.down and rank is None)  # type: ignore[union-attr]

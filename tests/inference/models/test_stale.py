@@ -147,7 +147,7 @@ def at_training(model):
 @pytest.fixture
 def views(monkeypatch):
     """As a CPU that packs nothing."""
-    monkeypatch.setattr(packing, "can_pack", lambda model: False)
+    monkeypatch.setattr(packing, "can_pack", lambda *_: False)
 
 
 WAYS = [

@@ -1,6 +1,7 @@
 """Drafts over states on a CPU, with weights of 8 bits."""
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests import kinds
 from tests.often import often
 from tests.tiny import tiny
 
+pytestmark = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignore_eos": True}
 
@@ -101,6 +103,11 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
             monkeypatch.setattr(packing, "has_kernels", lambda kernels=kernels: kernels)
             proposer: Any = load(tmp_path / f"{int8}", target).proposer
             assert proposer.int8 == (proposer.weights == "int8") == (int8 and kernels)
+    monkeypatch.setattr(packing, "has_kernels", lambda: False)
+    target, network = half(16)
+    one = Eagle(network, int8=True)
+    engine_of(target, one).generate([[1, 2, 3]], max_new_tokens=4, ignore_eos=True)
+    assert one.weights != "int8"
     monkeypatch.undo()
     assert not EagleStudent.takes_int8(kinds.eagle(tiny())), "there is no kernel for float64"
     assert BlockStudent.takes_int8(kinds.block(tiny(hidden=32, dtype=torch.bfloat16)))
