@@ -37,9 +37,7 @@ LINE = 64  # bytes: as far as offsets go
 @pytest.mark.thorough
 @case("unaligned mask")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(kind, tmp_path, monkeypatch):
     """With the weights that the kind's kernels read, in 8 bits or in 16, and without such kernels."""
     rounds = kind not in ("medusa", "hydra")
     dtype = torch.bfloat16 if rounds else torch.float32
@@ -66,9 +64,7 @@ def test_a_folder_drafts_as_before_writing_at_every_offset_of_its_header(
 
 
 @case("changed weights")
-def test_other_weights_of_the_target_are_said_and_text_stays_exact(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_weights_of_the_target_are_said_and_text_stays_exact(tmp_path, capsys):
     """By every command that reads the folder, and by no command before; a folder without the hash says nothing."""
     place, draft = tmp_path / "target", tmp_path / "draft"
     own_texts(tmp_path / "own.jsonl", 60)
@@ -120,7 +116,7 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(
     assert read(draft).metadata is not None and other_weights(read(draft).metadata, str(place)) is None
 
 
-def test_other_weights_of_an_adapter_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_weights_of_an_adapter_are_said(tmp_path, capsys):
     """By the commands that take the adapter from the folder."""
     place, adapter, draft = (tmp_path / name for name in ("target", "adapter", "draft"))
     target_folder(place)
@@ -147,7 +143,7 @@ def test_other_weights_of_an_adapter_are_said(tmp_path: Path, capsys: pytest.Cap
     assert said() == [1] * 3
 
 
-def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
+def test_a_hash_of_weights_is_of_what_is_stored(tmp_path):
     """Not of shards; dtype and an adapter count, and a hub id is one of the files in the hub's cache."""
     model = halved(network(), torch.float32)
     model.save_pretrained(tmp_path / "one")
@@ -182,7 +178,7 @@ def test_a_hash_of_weights_is_of_what_is_stored(tmp_path: Path) -> None:
     )
 
 
-def test_a_hash_of_weights_reads_little_and_sees_every_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hash_of_weights_reads_little_and_sees_every_layer(tmp_path, monkeypatch):
     """Of more tensors than are read, too: one of each projection of each layer, and some of the experts."""
     counted: list[int] = []
 
@@ -247,9 +243,7 @@ HEADER = b'{"a": {"dtype": "%s", "shape": [%s], "data_offsets": [0, %d]}}'
         ),
     ],
 )
-def test_a_hash_of_weights_never_raises(
-    data: bytes, of_adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hash_of_weights_never_raises(data, of_adapter, tmp_path, monkeypatch):
     """Of files cut short, broken headers, dtypes that torch lacks, and files that cannot be mapped or read."""
     target, adapter = tmp_path / "target", tmp_path / "adapter"
     for place, name in ((target, "model.safetensors"), (adapter, ADAPTER[1])):
@@ -315,9 +309,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", EVERY)
 @case("own folders")
-def test_a_folder_that_was_not_touched_passes_the_check(
-    kind: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_was_not_touched_passes_the_check(kind, target, tmp_path, capsys):
     """And one that lacks a tensor does not."""
     folder = draft_folder(tmp_path / "draft", target, kind, **EVERY[kind])
     assert main(["export", f"check={folder}"]) == 0, capsys.readouterr().err
@@ -332,7 +324,7 @@ def test_a_folder_that_was_not_touched_passes_the_check(
 
 
 @case("folder's rule")
-def test_a_folder_that_was_measured_with_block_is_served_with_it(tmp_path: Path) -> None:
+def test_a_folder_that_was_measured_with_block_is_served_with_it(tmp_path):
     path = draft_folder(tmp_path / "draft", target_folder(tmp_path / "target"), "independent")
     metadata = read(path).metadata
     assert metadata is not None and load(path).rule.name == "token"
@@ -342,9 +334,7 @@ def test_a_folder_that_was_measured_with_block_is_served_with_it(tmp_path: Path)
 
 @pytest.mark.parametrize("value", [[0], {"a": 1}, "zero"], ids=type)
 @pytest.mark.parametrize("of", ["target", "draft"])
-def test_a_generation_config_of_another_type_is_named(
-    of: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_generation_config_of_another_type_is_named(of, value, tmp_path, capsys):
     target = target_folder(tmp_path / "target", layers=1)
     draft = draft_folder(tmp_path / "draft", target, "independent")
     (tmp_path / of / "generation_config.json").write_text(json.dumps({"pad_token_id": value}))

@@ -55,9 +55,7 @@ def greedy_correction(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("wrong", often([greedy_last, greedy_correction], {greedy_correction}.__contains__))
-def test_tokens_after_the_accepted_ones_must_have_the_targets_distribution(
-    wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:  # type: ignore[no-untyped-def]
+def test_tokens_after_the_accepted_ones_must_have_the_targets_distribution(wrong, monkeypatch):  # type: ignore[no-untyped-def]
     """The checks of calls and of acceptance, which take the text as given, pass."""
     wrong(monkeypatch)
     report = verdict(Independent)
@@ -66,14 +64,14 @@ def test_tokens_after_the_accepted_ones_must_have_the_targets_distribution(
     assert report.figures["surprise"]["passed"] is False and report.lines()[-1].endswith("FAILED")
 
 
-def test_texts_of_a_look_up_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_of_a_look_up_are_checked_too(monkeypatch):
     report = verdict(NGram)
     assert report.passed and report.surprise and abs(report.surprise.z) < 3, report.lines()
     greedy_last(monkeypatch)
     assert not verdict(NGram).passed
 
 
-def test_tokens_that_settings_cut_are_counted() -> None:
+def test_tokens_that_settings_cut_are_counted():
     engine, texts = run(Independent)
     report = check_likelihood(engine, texts, Sampling(top_p=0.7))
     assert 0.1 < report.impossible / report.tokens < 0.4 and math.isfinite(report.surprise) and not report.passed
@@ -82,7 +80,7 @@ def test_tokens_that_settings_cut_are_counted() -> None:
     assert right.passed and not any(replace(right, **one).passed for one in wrong)  # type: ignore[arg-type]
 
 
-def test_moments_are_those_of_the_distribution() -> None:
+def test_moments_are_those_of_the_distribution():
     """By enumeration: both differences have mean 0 and the predicted variance."""
     p = torch.rand(3, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     p[0, 2:4] = 0
@@ -96,13 +94,13 @@ def test_moments_are_those_of_the_distribution() -> None:
         torch.testing.assert_close((p * value.square()).sum(-1), variance[:, 0], atol=1e-12, rtol=0)
 
 
-def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_coins_that_are_the_drafts_own_numbers_fail(monkeypatch):
     monkeypatch.setattr(round, "ACCEPT", round.DRAFT)
     report = verdict(Independent, times=3)
     assert report.surprise and report.surprise.place_z < -5 and not report.passed
 
 
-def test_penalties_count_the_tokens_of_every_block() -> None:
+def test_penalties_count_the_tokens_of_every_block():
     """An exact engine passes: penalties count all generated tokens, also those of earlier blocks."""
     sampling = Sampling(presence_penalty=2.0, frequency_penalty=0.5)
     engine, texts = run(Independent, sampling=sampling)
@@ -111,7 +109,7 @@ def test_penalties_count_the_tokens_of_every_block() -> None:
 
 
 @pytest.mark.parametrize("int8", [False, True])
-def test_texts_of_a_model_in_half_precision_are_judged_as_they_are_decoded(int8: bool) -> None:
+def test_texts_of_a_model_in_half_precision_are_judged_as_they_are_decoded(int8):
     """Its own forward in half precision has another likeliest token at some places."""
     target = tiny(hidden=32, layers=3, dtype=torch.bfloat16)
     target = in_int8_rows(target) if int8 else target

@@ -70,9 +70,7 @@ def copies() -> int:
         (37, 50, True, 1.0, torch.int8),
     ],
 )
-def test_products_are_those_of_the_weight(
-    inputs: int, outputs: int, bias: bool, shrunk: float, dtype: torch.dtype
-) -> None:
+def test_products_are_those_of_the_weight(inputs, outputs, bias, shrunk, dtype):
     """Against float64, within the rounding of float32, for every number of ids up to those of a tree and a prompt."""
     torch.manual_seed(0)
     rows, added = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
@@ -92,7 +90,7 @@ def test_products_are_those_of_the_weight(
 
 
 @needs_kernels
-def test_a_rounded_draft_reads_prompts_with_its_rounded_weights() -> None:
+def test_a_rounded_draft_reads_prompts_with_its_rounded_weights():
     """As short passes do."""
     model, ids = build("Llama", WIDE, torch.bfloat16), torch.arange(40).unsqueeze(0) % 20 + 2
     once, often = (LM(model, 1, int8=True) for _ in range(2))
@@ -105,7 +103,7 @@ def test_a_rounded_draft_reads_prompts_with_its_rounded_weights() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_products_of_a_model_in_bfloat16_round_what_they_multiply(dtype: torch.dtype) -> None:
+def test_products_of_a_model_in_bfloat16_round_what_they_multiply(dtype):
     """On a CPU with instructions for it, and not within checks; each row as it does beside any others."""
     torch.manual_seed(0)
     weight, added = torch.randn(70, 90).to(dtype), torch.randn(70)
@@ -128,7 +126,7 @@ def test_products_of_a_model_in_bfloat16_round_what_they_multiply(dtype: torch.d
 
 
 @needs_kernels
-def test_a_weight_of_odd_inputs_has_no_copy_in_pairs() -> None:
+def test_a_weight_of_odd_inputs_has_no_copy_in_pairs():
     weight = torch.tensor([[1.0, 2.0**-7, 3.0]])
     product: Any = pack(weight, None)
     assert product.weight.dtype == torch.float16 and pack(2.0**60 * weight, None) is None
@@ -137,7 +135,7 @@ def test_a_weight_of_odd_inputs_has_no_copy_in_pairs() -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_model_with_odd_widths_has_copies_of_the_others(dtype: torch.dtype) -> None:
+def test_a_model_with_odd_widths_has_copies_of_the_others(dtype):
     model = halved(build("Llama", BIASED | {"intermediate_size": 33}))
     for layer in model.model.layers:
         layer.mlp.up_proj.weight.data *= 2.0**30
@@ -150,7 +148,7 @@ def test_a_model_with_odd_widths_has_copies_of_the_others(dtype: torch.dtype) ->
 
 
 @needs_kernels
-def test_which_weights_16_bits_represent() -> None:
+def test_which_weights_16_bits_represent():
     rows = torch.ones(5000, 4)
     for last, dtype in (
         (2.0**-120, torch.bfloat16),
@@ -167,7 +165,7 @@ def test_which_weights_16_bits_represent() -> None:
 
 
 @needs_kernels
-def test_which_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_models_are_packed(monkeypatch):
     model = halved(build("Llama", WIDE))
     count = sum(p.numel() for p in model.parameters())
     assert can_pack(model) and not can_pack(copy.deepcopy(model).double())
@@ -178,7 +176,7 @@ def test_which_models_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
             assert can_pack(model) is fits
 
 
-def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_that_of_the_container(monkeypatch):
     whole = packing.memory()
     for text, wanted in (("4096\n", 4096), ("max\n", None), (f"{2**60}", None)):
         monkeypatch.setattr(packing.Path, "read_text", lambda *_, text=text, **__: text)
@@ -189,7 +187,7 @@ def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("family", "settings"), [("Llama", BIASED), ("Qwen2", BIASED), ("Qwen3", WIDE | {"tie_word_embeddings": True})]
 )
-def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any]) -> None:
+def test_the_forward_is_that_of_the_model(family, settings):
     """One projection that float16 does not represent is left as it is."""
     model = halved(build(family, settings))
     with torch.no_grad():
@@ -204,9 +202,7 @@ def test_the_forward_is_that_of_the_model(family: str, settings: dict[str, Any])
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("family", "settings"), [("Qwen2", BIASED), ("Qwen3", WIDE | {"tie_word_embeddings": True})])
-def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
-    family: str, settings: dict[str, Any], dtype: torch.dtype
-) -> None:
+def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(family, settings, dtype):
     """But for the rounding of what is multiplied, passes of any number of ids differ by nothing but the order of sums,
     and so do their states. A prompt of many ids is read in half precision, where the CPU has instructions for it."""
     model = build(family, settings, dtype)
@@ -229,7 +225,7 @@ def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(
 
 
 @needs_kernels
-def test_passes_of_any_length_give_the_same_bits() -> None:
+def test_passes_of_any_length_give_the_same_bits():
     """Of a model in bfloat16, on a CPU with instructions for it, alone and beside other rows; states too."""
     if not packing.rounds(torch.bfloat16):
         pytest.skip("no instructions for bfloat16")
@@ -250,7 +246,7 @@ def test_passes_of_any_length_give_the_same_bits() -> None:
 
 
 @needs_kernels
-def test_long_chains_for_a_model_in_half_precision_are_plain_texts() -> None:
+def test_long_chains_for_a_model_in_half_precision_are_plain_texts():
     target = tiny(hidden=32, layers=4, dtype=torch.bfloat16)
     call = REGIME | {"max_new_tokens": 40, "sampling": Sampling(0.0)}
     plain = Engine(target, rows=2).generate(PROMPTS, **call).tokens
@@ -275,7 +271,7 @@ SHARP = ODD | {"num_hidden_layers": 4}
 
 @needs_kernels
 @pytest.mark.parametrize(("family", "settings"), [*FAMILIES, ("Qwen3", ODD), ("Llama", SHARP)])
-def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> None:
+def test_one_operator_runs_all_layers(family, settings):
     """The logits and the states of every layer are those of transformers, in rows of other lengths; a prompt of many
     ids goes another way to the same keys and values. Large scores overflow nothing."""
     model = halved(build(family, settings))
@@ -311,14 +307,14 @@ def test_one_operator_runs_all_layers(family: str, settings: dict[str, Any]) -> 
 
 
 @needs_kernels
-def test_one_operator_runs_trees_and_keeps_their_path() -> None:
+def test_one_operator_runs_trees_and_keeps_their_path():
     model = halved(build("Llama", WIDE))
     with torch.inference_mode():
         check(LM(model, 3), LM(model, 3, stock=True), [PARENTS] * 3, Tree(PARENTS), 1e-4)
 
 
 @needs_kernels
-def test_bytes_that_a_pass_reads_are_those_of_the_copy() -> None:
+def test_bytes_that_a_pass_reads_are_those_of_the_copy():
     model = halved(build("Llama", BIASED))
     count = sum(p.numel() for p in model.parameters()) - 32 * 64  # the embedding is not the head
     projections = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
@@ -326,7 +322,7 @@ def test_bytes_that_a_pass_reads_are_those_of_the_copy() -> None:
 
 
 @needs_kernels
-def test_copies_are_of_the_present_weights_and_dropped_with_them() -> None:
+def test_copies_are_of_the_present_weights_and_dropped_with_them():
     before = copies()
     model = halved(build("Llama", WIDE))
     other = LM(halved(build("Qwen3", WIDE)), 3)
@@ -358,7 +354,7 @@ def test_copies_are_of_the_present_weights_and_dropped_with_them() -> None:
 @needs_kernels
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("kind", FEATURES)
-def test_drafts_over_states_in_float32_have_copies(kind: str, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_over_states_in_float32_have_copies(kind, int8, monkeypatch):
     """The same text and rounds as without copies, of the rounded weights. Weights that change are copied again."""
     make, proposes = FEATURES[kind]
     target = halved(tiny(hidden=32, heads=2, layers=4))
@@ -414,9 +410,7 @@ def test_drafts_over_states_in_float32_have_copies(kind: str, int8: bool, monkey
         (0, Sampling(0.7), {"policy": Script()}, False),
     ],
 )
-def test_one_operator_drafts_a_chain(
-    size: int | None, sampling: Any, settings: dict[str, Any], applies: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_operator_drafts_a_chain(size, sampling, settings, applies, monkeypatch):
     """The drafts and distributions are those of one pass after the other, also after rounds of other lengths; of an
     EAGLE draft with a head of that size, or of an independent draft for size 0."""
     target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
@@ -444,7 +438,7 @@ def test_one_operator_drafts_a_chain(
 
 
 @needs_kernels
-def test_scaled_states_are_not_drafted_by_one_operator() -> None:
+def test_scaled_states_are_not_drafted_by_one_operator():
     ids, round = torch.tensor([[1, 2]]), ChainDraws(torch.rand(1, 2), torch.ones(1), torch.empty(0))
     for scaled in (True, False):
         lm = LM(halved(tiny(hidden=32)), 1, scaled=scaled)
@@ -456,7 +450,7 @@ def test_scaled_states_are_not_drafted_by_one_operator() -> None:
 @needs_kernels
 @pytest.mark.parametrize("scale", [0, 0.2, 1, 3, 30])
 @pytest.mark.parametrize("size", [16, 1030, 49_157])
-def test_the_operator_cuts_the_tail_that_a_sort_cuts(size: int, scale: float) -> None:
+def test_the_operator_cuts_the_tail_that_a_sort_cuts(size, scale):
     """Of broad and narrow distributions, also with equal logits, tokens without mass, and rows without a distribution
     or without a tail."""
     assert packing.has_kernels()
@@ -473,7 +467,7 @@ def test_the_operator_cuts_the_tail_that_a_sort_cuts(size: int, scale: float) ->
 
 
 @needs_kernels
-def test_a_packed_layer_has_its_bias() -> None:
+def test_a_packed_layer_has_its_bias():
     network = nn.Sequential(halved(nn.Linear(16, 16)), nn.Linear(16, 4, bias=False))
     served = llama.packed_copy(network)
     assert isinstance(served[0], llama.PackedLinear) and isinstance(served[1], nn.Linear)

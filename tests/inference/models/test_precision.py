@@ -35,7 +35,7 @@ def emulates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return bool(request.param)
 
 
-def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_dtypes_are_emulated(emulates, monkeypatch):
     assert pretrained.emulated(torch.bfloat16) is emulates and pretrained.emulated(torch.float16) is emulates
     assert not pretrained.emulated(torch.float32) and not pretrained.emulated(torch.float64)
     assert pretrained.half("cpu") == (torch.float32 if emulates else torch.bfloat16)
@@ -47,9 +47,7 @@ def test_which_dtypes_are_emulated(emulates: bool, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("avx512, bf16, wanted", [(True, False, True), (True, True, False), (False, False, False)])
-def test_kernels_that_convert_are_no_instructions(
-    avx512: bool, bf16: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_convert_are_no_instructions(avx512, bf16, wanted, monkeypatch):
     """Of x86 before and after bfloat16, and of a CPU of another kind."""
     pretend(monkeypatch, True, avx512, bf16)
     assert pretrained.emulated(torch.bfloat16) is wanted and not pretrained.emulated(torch.float16)
@@ -62,9 +60,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-def test_a_target_is_loaded_in_what_the_machine_computes(
-    emulates: bool, target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_is_loaded_in_what_the_machine_computes(emulates, target, capsys):
     wanted = torch.float32 if emulates else torch.bfloat16
     model, truth = load_target(str(target)), network().bfloat16()
     assert ("slow in bfloat16, so the target runs in float32" in capsys.readouterr().err) is emulates
@@ -76,7 +72,7 @@ def test_a_target_is_loaded_in_what_the_machine_computes(
         assert load_target(str(target), "nf4").dtype == torch.bfloat16
 
 
-def test_a_draft_is_served_in_float32_where_bfloat16_is_emulated(emulates: bool, target: Path) -> None:
+def test_a_draft_is_served_in_float32_where_bfloat16_is_emulated(emulates, target):
     """8 bits need a compiler."""
     config = network().config
     made_for = {"name": str(target), **hash_target(config, tokenizer())}
@@ -91,7 +87,7 @@ def test_a_draft_is_served_in_float32_where_bfloat16_is_emulated(emulates: bool,
     assert load_draft(folder)[0].dtype == torch.bfloat16
 
 
-def test_a_draft_is_served_in_float32_where_kernels_read_it() -> None:
+def test_a_draft_is_served_in_float32_where_kernels_read_it():
     """Its numbers stay; a copy, if asked for one."""
     for dtype in (torch.bfloat16, torch.float16):
         model = network(1).to(dtype)
@@ -103,7 +99,7 @@ def test_a_draft_is_served_in_float32_where_kernels_read_it() -> None:
     assert packing.widened_draft(network().double()).dtype == torch.float64
 
 
-def test_what_is_measured_is_what_is_loaded(target: Path) -> None:
+def test_what_is_measured_is_what_is_loaded(target):
     """To the last bit: rotary frequencies too, which no file holds."""
     draft, size = network(1), type("Size", (), {"draft_dtype": "bfloat16"})
     plan = measurement.Plan(load_target(str(target)), tokenizer(), draft, Sampling(), "token", size(), ("t", "d"))  # type: ignore

@@ -34,7 +34,7 @@ def matrix(tokens: int = 40, width: int = 12) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rank", [1, 3, 7])
-def test_a_low_rank_is_the_nearest_and_split_evenly(rank: int) -> None:
+def test_a_low_rank_is_the_nearest_and_split_evenly(rank):
     """The error is that of the left-out singular values, which is the least there is (Eckart and Young, 1936)."""
     weight = matrix()
     up, down = factors(weight, rank)
@@ -48,7 +48,7 @@ def test_a_low_rank_is_the_nearest_and_split_evenly(rank: int) -> None:
         assert float((weight - other).square().sum()) > least
 
 
-def test_directions_without_weight_stay_finite() -> None:
+def test_directions_without_weight_stay_finite():
     weight = matrix()[:, :2] @ matrix(2, 12)
     up, down = factors(weight, 6)
     assert bool(up.isfinite().all() and down.isfinite().all())
@@ -56,7 +56,7 @@ def test_directions_without_weight_stay_finite() -> None:
     assert not any(bool(part.any()) for part in factors(torch.zeros(5, 3, dtype=F64), 2))
 
 
-def test_sizes_that_no_head_has_raise() -> None:
+def test_sizes_that_no_head_has_raise():
     with pytest.raises(ValueError, match="head_rank must be from 1 to 12, .* not 13"):
         projection(12, 40, 13)
     for config, message in (
@@ -97,7 +97,7 @@ def test_sizes_that_no_head_has_raise() -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("tokens", "rank"), SIZES)
-def test_a_folder_holds_the_head(tokens: int | None, rank: int | None, tied: bool, tmp_path: Path) -> None:
+def test_a_folder_holds_the_head(tokens, rank, tied, tmp_path):
     """Embeddings stay whole, tied or not; logits are those of the product of the matrices, -inf for other tokens."""
     network = tiny(dtype=torch.float32)
     if tied:
@@ -123,7 +123,7 @@ def _product(rows: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("tokens", "rank"), SIZES)
-def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int | None) -> None:
+def test_few_operations_give_the_models_own_logits(tokens, rank):
     network = kinds.small(tiny(), tokens, rank)
     assert isinstance(LM(network, 2).run, Lean)
     ours, own = (LM(network, 2, stock=stock).forward(IDS, [0, 0]).logits for stock in (False, True))
@@ -135,7 +135,7 @@ def test_few_operations_give_the_models_own_logits(tokens: int | None, rank: int
 
 @pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 @pytest.mark.parametrize(("tokens", "rank"), [(16, None), (None, 16), (16, 16)])
-def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) -> None:
+def test_eight_bits_round_both_matrices(tokens, rank):
     network = kinds.small(build("Llama", WIDE, torch.bfloat16), tokens, rank)
     weights = llama.weights_of(network)
     assert packing.has_kernels()
@@ -151,7 +151,7 @@ def test_eight_bits_round_both_matrices(tokens: int | None, rank: int | None) ->
     assert 0 < (q - own).abs().sum(-1).mean() / 2 < 0.08
 
 
-def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch):
     """As `test_selfcheck` for whole heads."""
     shape = llama.shape_of
     monkeypatch.setattr(llama, "shape_of", lambda model: shape(model)._replace(scale=1.5 * shape(model).scale))
@@ -159,7 +159,7 @@ def test_a_wrong_forward_of_a_pruned_model_is_not_run(monkeypatch: pytest.Monkey
         assert not isinstance(LM(kinds.small(tiny(seed=5), 16), 2).run, Lean)
 
 
-def test_a_head_of_another_class_is_not_bypassed() -> None:
+def test_a_head_of_another_class_is_not_bypassed():
     class Scaled(SmallHead):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(states)
@@ -184,7 +184,7 @@ def fetched(cache: Path, folder: Path, name: str, monkeypatch: pytest.MonkeyPatc
     return name
 
 
-def test_a_draft_of_the_hub_has_its_own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_of_the_hub_has_its_own_modules(tmp_path, monkeypatch):
     """As from its folder, and with its settings of generation: a small head of every form, a Markov head, and a plain
     model."""
     target = tiny(dtype=torch.float32)
@@ -226,9 +226,7 @@ DAMAGES: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 
 
 @pytest.mark.parametrize("damage", often(DAMAGES, {"an id twice", "no number"}.__contains__))
-def test_a_damaged_draft_is_refused_wherever_it_is_read(
-    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_draft_is_refused_wherever_it_is_read(damage, tmp_path, monkeypatch):
     """From a folder and from the hub, to serve and to go on from."""
     tensors, said = DAMAGES[damage]
     target, folder = tiny(dtype=torch.float32), tmp_path / "draft"
@@ -253,7 +251,7 @@ def test_a_damaged_draft_is_refused_wherever_it_is_read(
         (list(range(12)), "shape.*known|known.*shape"),
     ],
 )
-def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids: list[int], said: str, tmp_path: Path) -> None:
+def test_ids_of_a_pruned_head_are_distinct_ids_of_the_target(ids, said, tmp_path):
     """Wherever they are read: as a draft to serve, as one to go on from, as an export to check; of feature drafts
     too."""
     target = tiny(dtype=torch.float32)

@@ -2,7 +2,6 @@
 
 import copy
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,7 +54,7 @@ def proposals(engine: Engine, n: int = 24) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", often([16, None], {16}.__contains__))
-def test_q_is_that_of_the_rounded_weights(size: int | None) -> None:
+def test_q_is_that_of_the_rounded_weights(size):
     """Before each round, also of weights that have changed since; the network itself is not rounded."""
     target, network = half(size)
     proposer = Eagle(network, int8=True)
@@ -93,7 +92,7 @@ def first(network: Any, target: Any, text: list[int], int8: bool) -> torch.Tenso
         return (guess.head(guess.states)[-1].float() / 0.8).softmax(-1)
 
 
-def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path, monkeypatch):
     """Where the kernels are."""
     target, network = half(16)
     hashes = {"name": "none", "config": None, "tokenizer": None}
@@ -116,7 +115,7 @@ def test_a_folder_measured_with_8_bits_is_served_with_them(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("kind", "shape"), [("eagle", None), ("eagle", (-1, -1, 0, 0, 1)), ("p_eagle", None), ("block", (-1, -1, 0, 0, 1))]
 )
-def test_kinds_and_trees_are_served_in_8_bits(kind: str, shape: Any) -> None:
+def test_kinds_and_trees_are_served_in_8_bits(kind, shape):
     target = tiny(hidden=32, dtype=torch.bfloat16)
     proposer: Any = kinds.KINDS[kind].proposer(target, **({"shape": shape} if shape else {}))
     packing.widened_draft(proposer.network)
