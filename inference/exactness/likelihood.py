@@ -87,13 +87,12 @@ def as_served(lm: LM) -> PreTrainedModel:
     if lm.dtype == model.dtype:
         return model
     copied = cast(copy.deepcopy(model), torch.float32)
-    for module in copied.modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        if lm.weights == "int8":
-            module.weight = nn.Parameter(llama.rounded(module.weight), requires_grad=False)
-        elif packing.rounds(model.dtype):
-            module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
+    if lm.weights == "int8":
+        return llama.in_int8_rows(copied)
+    if packing.rounds(model.dtype):
+        for module in copied.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_pre_hook(lambda _, given: (given[0].bfloat16().float(),))
     return copied
 
 

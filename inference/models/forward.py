@@ -129,8 +129,8 @@ class Stock:
 
 class Lean:
     """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether projections are
-    rounded to 8 bits, with one scale per output. cache: for the keys and values. change: adds second copies of the
-    weights, or None."""
+    rounded to 8 bits, with one scale per output. cache: for the keys and values. The attribute `change` adds second
+    copies of the weights; None: there are none."""
 
     scale: Tensor | None = None
 

@@ -169,7 +169,7 @@ std::vector<uint32_t> rounded(const float* x, int64_t n) {
 #endif
 
 // Whether there are products that round what they multiply.
-bool can_round() {
+bool has_rounding() {
 #ifdef __AVX512BF16__
   return true;
 #endif
@@ -869,7 +869,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("rounding(bool on) -> bool", rounding);
-  m.def("can_round() -> bool", can_round);
+  m.def("has_rounding() -> bool", has_rounding);
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(

@@ -161,7 +161,7 @@ def serves(model: PreTrainedModel, width: int = 2) -> bool:
 
 def rounds(dtype: torch.dtype) -> bool:
     """Return whether products of a model in this dtype round what they multiply (`products_in_float32`)."""
-    return dtype == torch.bfloat16 and has_kernels() and bool(torch.ops.inference.can_round())
+    return dtype == torch.bfloat16 and has_kernels() and bool(torch.ops.inference.has_rounding())
 
 
 def widens(model: PreTrainedModel) -> bool:
