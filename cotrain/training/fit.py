@@ -27,6 +27,7 @@ from cotrain.training.callbacks import (
     Learning,
     MeasureSpeed,
     QuantisationAware,
+    ReturnedMemory,
     StandingWeights,
     part_of,
     showing,
@@ -77,7 +78,7 @@ def _train(job: Job, module: Distillation, speed: MeasureSpeed | None) -> int:
         print(f"the training goes on from step {done} of {cfg.steps}, which is saved in {last}")
     clock, rounded = Clock(progress, cfg.validations), _rounded(job)
     points = _points(job, module, clock, rounded)
-    callbacks = [*rounded, clock, Learning(progress), StandingWeights(), points]
+    callbacks = [*rounded, clock, Learning(progress), ReturnedMemory(), StandingWeights(), points]
     every = max(cfg.steps // max(cfg.validations, 1), 1)  # steps between validations
     trainer = _trainer(job, [speed, *callbacks] if speed else callbacks, every, progress, done)
     del saved  # frees memory: the trainer reads the file again
@@ -188,8 +189,9 @@ def strategy_of(cfg: TrainerSettings) -> str | Strategy:
     the draft and saves each checkpoint as one file."""
     if cfg.strategy != SHARDED:
         return cfg.strategy
-    parts = cfg.devices * cfg.nodes
-    return ModelParallelStrategy(data_parallel_size=parts, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    return ModelParallelStrategy(
+        data_parallel_size=cfg.processes, tensor_parallel_size=1, save_distributed_checkpoint=False
+    )
 
 
 def _remember(job: Job, module: Distillation, corpus: Texts, sampled: Texts) -> None:

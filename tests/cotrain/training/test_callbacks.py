@@ -1,5 +1,7 @@
 """Measured checkpoints, patience, curves and held-out points."""
 
+import ctypes
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,8 @@ from transformers import LlamaForCausalLM
 from cotrain.board import tags
 from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec
-from cotrain.training.callbacks import Learning, MeasuredCheckpoint, MeasureSpeed
+from cotrain.training import callbacks
+from cotrain.training.callbacks import Learning, MeasuredCheckpoint, MeasureSpeed, ReturnedMemory
 from cotrain.training.module import Stage
 from cotrain.training.progress import Progress
 from tests.cotrain.training.test_module import loader, module_of, trainer
@@ -46,6 +49,21 @@ def test_speed_is_measured_at_validations_and_survives_a_checkpoint(tmp_path: Pa
         MeasuredCheckpoint(0, moved / "step-0", 1.2, 2.0),
         MeasuredCheckpoint(2, moved / "step-2", 1.4, 1.8),
     ]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library is not glibc")
+def test_freed_memory_is_given_back_while_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks below the size that the C library maps by itself, of which the last one stays."""
+    monkeypatch.setattr(callbacks, "TRIM", 0.0)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() // 2**20
+
+    blocks = [bytearray(2**16) for _ in range(4096)]
+    del blocks[:-1]
+    before = resident()
+    ReturnedMemory().on_train_batch_end()
+    assert before - resident() > 128
 
 
 def test_speed_of_a_resumed_training_is_of_what_it_did_since() -> None:
