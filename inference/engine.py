@@ -277,8 +277,7 @@ class Engine:
         """
         if not self.proposer or not max(round.k):
             round.send([0] * len(round.k))
-            nothing = torch.empty(len(round.k), 0, dtype=torch.int64, device=self.target.device)
-            return Proposal(nothing, None, [0] * len(round.k))
+            return Proposal.empty([0] * len(round.k), self.target.device)
         x, q, k, tree = self.proposer.propose(round)
         self.rule.require(self.proposer, tree)
         if round.decisions:
@@ -344,7 +343,7 @@ class Engine:
         lines = zip(call.active, table, strict=True)
         logprobs: Any = None if result.logprobs is None else result.logprobs.tolist()
         for slot, (row, (n, token, k, missing, stains, rejected, *draft)) in enumerate(lines):
-            before, doubtful = len(row.text), row.stained or proposal.k[slot] > 0
+            before, doubtful = len(row.text), row.stained or call.proposer is not None
             row.stained |= bool(stains) or (proposal.tree is None and k < proposal.k[slot])
             new = row.take(draft[:n] if missing else [*draft[:n], token])
             emitted = len(new)

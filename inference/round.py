@@ -34,7 +34,7 @@ from inference.sampling.noise import (
 )
 from inference.sampling.penalties import Penalties, apply_processors, needs_history
 from inference.verify.rules import Rule
-from inference.verify.tree import Tree, likeliest, sampled
+from inference.verify.tree import Tree, likeliest, node_paths, sampled
 
 
 class Batch:
@@ -235,7 +235,7 @@ class DecodingRound:
         of a tree (column i + 1), and return the new logits. Each column reads the text and the drafts on the path to
         its node. x (A, N): the nodes' ids. k: number of nodes of each row."""
         columns = [self._penalised(logits[:, :1], x[:, :0], [0] * len(k), 0)]
-        for node, path in enumerate(_node_paths(tree)):
+        for node, path in enumerate(node_paths(tree.shape)):
             before, needed = torch.stack([x[:, i] for i in path], 1), [len(path) if n > node else -1 for n in k]
             columns.append(self._penalised(logits[:, node + 1 : node + 2], before, needed, len(path)))
         return torch.cat(columns, 1)
@@ -404,14 +404,6 @@ def _likeliest(scores: Tensor, probs: Tensor, m: int) -> tuple[Tensor, Tensor]:
     ids = likeliest(scores, m)
     none = (probs[..., :1] - probs[..., :1]).unsqueeze(2)  # 0, or NaN
     return ids, one_hot(ids, probs.unsqueeze(2).expand(*ids.shape, -1)) + none
-
-
-def _node_paths(tree: Tree) -> list[list[int]]:
-    """Return, for each node of a tree, the nodes on the path from the top down to it, the node itself included."""
-    paths: list[list[int]] = []
-    for node, parent in enumerate(tree.shape):
-        paths.append([*(paths[parent] if parent >= 0 else []), node])
-    return paths
 
 
 def send(device: torch.device, **numbers: Numbers) -> dict[str, Tensor]:

@@ -155,8 +155,9 @@ class Slots:
 
     def retry_or_fail(self, slot: int, row: Request, doubtful: bool, reason: Callable[[], str]) -> None:
         """End a row whose next token has no distribution, or let it try again without drafts if drafts may be the
-        cause. slot: the row's slot. doubtful: whether the row has drafted, so that its slot may hold keys and values of
-        a draft. Then, once per row, its text is stored again without them. reason: returns the message of the error."""
+        cause. slot: the row's slot. doubtful: whether there is a proposer, so that the slot may hold keys and values of
+        drafts, of this row or of an earlier one. Then, once per row, its text is stored again without them. reason:
+        returns the message of the error."""
         if doubtful and not row.alone:
             row.alone = True
             self.target.clear(slot)

@@ -42,7 +42,8 @@ from inference.measure.costs import Costs
 from inference.measure.timing import Timing, interleave
 from inference.models.lm import LM
 from inference.models.quantisation import refuse_quantisation
-from inference.proposers import NGram
+from inference.proposers import Independent, NGram
+from inference.proposers.quantised import Quantised
 from inference.servers.vllm_server import draft_model
 from studies.assisted import assisted_arm
 from studies.floor import Machine, measure_machine, peak_memory, round_loads
@@ -116,7 +117,9 @@ def _cell(plan: Plan, grid: Grid, servers: dict[str, Server], machine: Machine) 
     lengths = {"speculative": k, f"speculative k={fixed}": fixed, "plain": 0}
     token = replace(plan, verify="token")  # the rule of the other engines
     engines = {"speculative": plan.engine(k), f"speculative k={fixed}": token.engine(fixed), "plain": plan.plain()}
-    lm = plan.proposer().language_model(size.rows, engines["plain"].target.vocabulary)
+    draft = plan.proposer().for_forced_rounds
+    sizes = size.rows, engines["plain"].target.vocabulary
+    lm = Independent.language_model(draft, *sizes) if isinstance(draft, Quantised) else draft.language_model(*sizes)
     arms = [
         *plan.arms(engines | {"ngram": plan.engine(fixed, proposer=NGram())}),
         *_transformers(plan, fixed, lm),

@@ -36,6 +36,7 @@ from inference.models.pretrained import half, quantisation_of
 WEIGHT_BYTES = {"int8": 1.0, "int8_rows": 1.0, "fp8": 1.0, "nf4": 0.5, "fp4": 0.5, "awq": 0.5, "gptq": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
 GIB = 2**30
+SIZE = 1024  # rows and columns of the matrices that are timed
 MEMINFO = Path("/proc/meminfo")
 REACHED = 1 / 3  # speed of whole models, as a share of the speed of one large product
 ARMS = 4.0  # how often the timed prompts are decoded: speculatively, plainly, by transformers, some greedily
@@ -88,7 +89,8 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     """Return lines for the user about a run that `require` accepts. Raises UserError, which names the keys, if there is
     too little memory or disk."""
     need, rows = estimate_need(cfg, known), known.target.config.get_text_config().vocab_size
-    memory, disk = _memory(cfg), shutil.disk_usage(_existing(Path(cfg.output))).free
+    output = Path(cfg.output).absolute()
+    memory, disk = _memory(cfg), shutil.disk_usage(next(filter(Path.exists, (output, *output.parents)))).free
     padded = " (padded rows get no mass)" * (rows > ids_of(known.tokenizer))
     lines = [
         f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
@@ -109,11 +111,6 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     if need.disk > disk:
         raise UserError("\n".join(lines) + f"\nnot enough disk at output={cfg.output}: name another folder")
     return [*lines, *_prompts(cfg, known)]
-
-
-def _ends(target: PreTrainedModel) -> list[Any]:
-    """Return the embeddings and the head of a target; they may share their weight."""
-    return [target.get_input_embeddings(), target.get_output_embeddings()]
 
 
 def _from_servers(cfg: TrainConfig, known: RunOutline) -> list[str]:
@@ -171,7 +168,7 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     moved one, loaded again."""
     config = known.target.config.get_text_config()
     big, small = size_of(known.target).parameters, size_of(known.draft).parameters
-    tokens = cfg.trainer.batch * _longest(cfg, known) // (cfg.trainer.devices * cfg.trainer.nodes)
+    tokens = cfg.trainer.batch * _longest(cfg, known) // cfg.trainer.processes
     activations = tokens * config.hidden_size * config.num_hidden_layers * 4.0
     distributions = (
         min(tokens, chunk_positions(config.vocab_size, device())) * config.vocab_size * 4 * 8.0
@@ -182,18 +179,19 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     if cfg.teacher.urls:  # the layers, and what samples, are elsewhere
         weights, sampling = float(_ends_size(known.target)) * half(device()).itemsize, 0.0
     elif cfg.shards_target:  # a part of the layers, and one layer at a time
-        ends, world = float(_ends_size(known.target)), cfg.trainer.devices * cfg.trainer.nodes
-        each = weights / big
-        weights = each * (ends + (big - ends) * (1 / world + 1 / config.num_hidden_layers))
-    if student_class(cfg.draft.kind).rounds_target:  # the draft is a copy of the target in fewer bits
-        sampling += big * WEIGHT_BYTES[bits_of(cfg.draft)]
+        ends, each = float(_ends_size(known.target)), weights / big
+        weights = each * (ends + (big - ends) * (1 / cfg.trainer.processes + 1 / config.num_hidden_layers))
+    if student_class(cfg.draft.kind).rounds_target:  # the draft is a rounded copy; only CPUs read it in 8 bits
+        narrow = bits_of(cfg.draft) == "int8" and device() == "cpu"
+        sampling += big * (1.0 if narrow else half(device()).itemsize)
     needs = [trained + activations + distributions, sampling, 2 * weights * (cfg.mode == "joint")]
     return Need(big, small, weights + max(needs), small * 4.0 * (cfg.trainer.validations + 4))
 
 
 def _ends_size(target: PreTrainedModel) -> int:
     """Return the number of weights of a target's embeddings and head, which may share them."""
-    return sum(part.numel() for part in {id(part.weight): part.weight for part in _ends(target)}.values())
+    ends: list[Any] = [target.get_input_embeddings(), target.get_output_embeddings()]
+    return sum(weight.numel() for weight in {id(part.weight): part.weight for part in ends}.values())
 
 
 def _quantisation(cfg: TrainConfig, known: RunOutline) -> str:
@@ -246,14 +244,6 @@ def _steps(cfg: TrainConfig) -> str:
     return f"{cfg.joint.warm_steps} + {cfg.joint.steps} with the target + {cfg.trainer.steps}"
 
 
-def _existing(path: Path) -> Path:
-    """Return the path, or its nearest parent that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
-
-
 # --- durations
 
 
@@ -288,7 +278,7 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
     """Return the seconds of all training steps. machine: this machine's speed. big, small: active parameters of target
     and draft. In a step that also trains the target (mode=joint), the target reads the texts twice: without its
     adapter, and with it and gradients."""
-    texts = cfg.trainer.accumulate * cfg.trainer.batch / (cfg.trainer.devices * cfg.trainer.nodes)
+    texts = cfg.trainer.accumulate * cfg.trainer.batch / cfg.trainer.processes
     sampled, given = _texts(cfg, known)
     alone = 0.0
     for steps in (cfg.trainer.steps, *([cfg.joint.warm_steps] if cfg.mode == "joint" else [])):
@@ -308,20 +298,20 @@ def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
     return most * len(domains(cfg, known.target, known.sources, split)) * sets
 
 
-def machine_speed(size: int = 1024, repeats: int = 3) -> MachineSpeed:
-    """Return the speed of this machine, timed on a product of two `size` x `size` matrices in the target's dtype and on
-    a copy of 64 MiB. The shortest of `repeats` times counts."""
+def machine_speed() -> MachineSpeed:
+    """Return the speed of this machine, timed on a product of two `SIZE` x `SIZE` matrices in the target's dtype and on
+    a copy of 64 MiB. The shortest of three times counts."""
     on = device()
-    a, block = torch.randn(size, size, device=on, dtype=half(on)), torch.ones(2**24, device=on)
-    flops = _seconds(lambda: float((a @ a)[0, 0]), repeats)
-    copied = _seconds(lambda: float(block.clone()[0]), repeats)
-    return MachineSpeed(2.0 * size**3 / flops, 2.0 * block.nbytes / copied)
+    a, block = torch.randn(SIZE, SIZE, device=on, dtype=half(on)), torch.ones(2**24, device=on)
+    flops = _seconds(lambda: float((a @ a)[0, 0]))
+    copied = _seconds(lambda: float(block.clone()[0]))
+    return MachineSpeed(2.0 * SIZE**3 / flops, 2.0 * block.nbytes / copied)
 
 
-def _seconds(work: Callable[[], float], repeats: int) -> float:
-    """Return the shortest of `repeats` times of `work` in seconds, after a warm-up."""
+def _seconds(work: Callable[[], float]) -> float:
+    """Return the shortest of three times of `work` in seconds, after a warm-up."""
     times = []
-    for _ in range(repeats + 1):
+    for _ in range(4):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)

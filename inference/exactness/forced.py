@@ -10,6 +10,7 @@ B texts, T tokens of the longest, A rows per round, K drafts per round, D levels
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ from inference.verify.tree import depths_of, ranks_of, usable_lengths
 
 @torch.inference_mode()
 def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: int, noise: float = 0.0) -> Figures:
-    """Return the figures of `texts`, from forced rounds of the engine's own proposer at every token.
+    """Return the figures of `texts`, from forced rounds of the engine's proposer (`Proposer.for_forced_rounds`) at
+    every token.
 
     texts: what the engine emitted. sampling: the settings of that run. max_new_tokens: its limit. Draft lengths follow
     from the engine's policy and this limit. noise: the largest change, by rounding, of the gap between two scores; it
@@ -45,20 +47,24 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
         for low in range(0, B, engine.rows)
     ]
     K = max((one.logq.shape[1] for batch in rounds for one in batch), default=0)
-    reach = _joined_reach(rounds, B, T)
-    logp, near_p, k = torch.zeros(B, T), torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.int64)
+    D = max((one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None), default=0)
+    reach = torch.zeros(B, T, D, dtype=torch.float64)
+    reach[..., :1] = 1
+    logp = torch.zeros(B, T, dtype=torch.float64)
+    near_p, k = torch.zeros(B, T, dtype=torch.bool), torch.zeros(B, T, dtype=torch.int64)
     logq = torch.full((B, T + K, K), -torch.inf, dtype=torch.float64)  # the last rounds draft past T
     alpha, near_q = torch.zeros(B, T + K, K, dtype=torch.float64), torch.zeros(B, T + K, K, dtype=torch.bool)
-    logp = logp.double()
     for batch in rounds:
         for t, one in enumerate(batch):
             logp[one.rows, t], near_p[one.rows, t], k[one.rows, t] = one.logp, one.near_p, one.k
             for j in range(one.logq.shape[1]):
                 logq[one.rows, t + j, j], alpha[one.rows, t + j, j] = one.logq[:, j], one.alpha[:, j]
                 near_q[one.rows, t + j, j] = one.near_q[:, j]
+            if one.reach is not None:
+                reach[one.rows, t, : one.reach.shape[1]] = one.reach
     inside = torch.arange(T) < lengths[:, None]
     logq, alpha, near_q = (part[:, :T].masked_fill(~inside[..., None], 0) for part in (logq, alpha, near_q))
-    return Figures(logp, logq, alpha, near_p, near_q, k, lengths, reach)
+    return Figures(logp, logq, alpha, near_p, near_q, k, lengths, reach if D else None)
 
 
 class Along(NamedTuple):
@@ -80,6 +86,8 @@ def rounds_along(
     """Yield forced rounds of as many texts as the engine has rows, beginning with text number `low`. There is one round
     for each token of the longest text. noise: the largest gap between two scores that rounding could close."""
     part = slice(low, low + engine.rows)
+    engine = copy(engine)
+    engine.proposer = engine.proposer and engine.proposer.for_forced_rounds
     run = engine.begin(texts.prompts[part], max_new_tokens, sampling, 0, texts.ids[part], True)
     engine.slots.admit(run)
     tokens = texts.tokens[part]
@@ -179,21 +187,6 @@ class _RoundFigures(NamedTuple):
     reach: Tensor | None = None
 
 
-def _joined_reach(rounds: list[list[_RoundFigures]], B: int, T: int) -> Tensor | None:
-    """Return the reach of all rounds as one tensor (B, T, D+1): P(the round that starts at token t accepts at least n
-    nodes | the text). Return None if no round has a reach. rounds: for each batch of texts, its rounds in order."""
-    depths = [one.reach.shape[1] for batch in rounds for one in batch if one.reach is not None]
-    if not depths:
-        return None
-    reach = torch.zeros(B, T, max(depths), dtype=torch.float64)
-    reach[..., 0] = 1
-    for batch in rounds:
-        for t, one in enumerate(batch):
-            if one.reach is not None:
-                reach[one.rows, t, : one.reach.shape[1]] = one.reach
-    return reach
-
-
 def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
     proposal = one.proposal
     if proposal.tree is None:
@@ -249,31 +242,26 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
     round."""
     round, proposal = one.round, one.proposal
     assert proposal.tree is not None
-    levels, shape = levels_of(proposal), proposal.tree.shape
+    shape = proposal.tree.shape
+    depths = (0, *depths_of(shape))
+    levels = torch.tensor([max(depths[: nodes + 1]) for nodes in proposal.k])  # rows may draft fewer than the tree has
     D = len(round.drawn)
     x = round.follows[:, [min(j, round.follows.shape[1] - 1) for j in range(D)]]
     inside = torch.arange(D, device=x.device) < one.left.unsqueeze(1)
     nodes, seed = round.length(proposal.k), round.starts[0] * 2**20 + round.ids[0] % 2**20
     reach = reach_along(one.p, round.drawn, round.offered, x, inside, shape, nodes, round.rule, round.certain, seed)
     near = torch.stack([round.close[j] for j in range(D)], 1) if round.certain else torch.zeros_like(inside)
-    drafted = torch.arange(D) < torch.tensor(levels).unsqueeze(1)
+    drafted = torch.arange(D) < levels.unsqueeze(1)
     near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
     nothing = torch.zeros_like(first)
     return first_token._replace(
-        k=torch.tensor(levels),
+        k=levels,
         logq=nothing,
         alpha=first,
         near_q=near,
         reach=None if reach is None else reach.double().cpu(),
     )
-
-
-def levels_of(proposal: Proposal) -> list[int]:
-    """Return the number of levels of each row's tree. Rows may draft fewer levels than the tree has."""
-    assert proposal.tree is not None
-    depths = (0, *depths_of(proposal.tree.shape))
-    return [max(depths[: nodes + 1]) for nodes in proposal.k]
 
 
 def reach_along(

@@ -115,17 +115,16 @@ class CrossStore(Cache):
 
 
 class EncoderDecoder(Stock):
-    """The forward of transformers' decoder, with cross-attention to each row's source. rows: number of rows, spare ones
-    included. cache: for self-attention. context: the largest number of ids per row. Raises ValueError for a decoder of
-    another structure. Its logits are checked like every model's (`selfcheck`)."""
+    """The forward of transformers' decoder, with cross-attention to each row's source. cache, cross: for self-attention
+    and for cross-attention. context: the largest number of ids per row. Raises ValueError for a decoder of another
+    structure. Its logits are checked like every model's (`selfcheck`)."""
 
-    def __init__(self, model: PreTrainedModel, cache: SlotCache, context: int, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, cache: SlotCache, cross: CrossStore, context: int) -> None:
         super().__init__(model, cache, context)
         layers = decoder_layers(model)
         for layer in layers:
             cross_attention(model, layer)
-        self.cross = CrossStore(len(layers), rows)
-        self.both = EncoderDecoderCache(cache, self.cross)
+        self.cross, self.both = cross, EncoderDecoderCache(cache, cross)
         self.both.is_updated = dict.fromkeys(range(len(layers)), True)
 
     def encode(self, sources: Sequence[Source]) -> Encoded:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from inference.models import llama
 from inference.models.cache import FIRST_SLOTS, SlotCache, Window, tree_window
 from inference.models.checksum import Stamp, unchanged
-from inference.models.encoder_decoder import Encoded, EncoderDecoder
+from inference.models.encoder_decoder import CrossStore, Encoded, EncoderDecoder
 from inference.models.forward import Forward, Lean, Stock
 from inference.models.llama import SHORT, applies, can_round
 from inference.models.passes import ALONE, ChainDraws, Layers, Pass, States
@@ -49,10 +49,10 @@ class LM:
     stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to record short
     passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights to 8 bits; this is for a draft,
     since a rounded target has another distribution. A model that `llama.in_int8_rows` has rounded runs with int8
-    weights if it can. spare: number of further rows of the cache, for waiting prompts. cache: the cache of a larger LM,
-    whose first layers are this model; both then use the same keys and values. None for a new cache. scaled: whether to
-    multiply the states that the head reads by each row's `scale` (rows + spare, D), which starts at ones and is written
-    by the caller.
+    weights if it can. spare: number of further rows of the cache, for waiting prompts. beside: an LM whose first layers
+    have the shapes of this model's. This LM then has no cache of its own: it reads and writes the keys and values of
+    `beside`. scaled: whether to multiply the states that the head reads by each row's `scale` (rows + spare, D), which
+    starts at ones and is written by the caller.
 
     Raises ValueError if rows of different lengths cannot use the model's attention implementation or its state, and for
     int8 weights or a context that the model cannot have.
@@ -69,13 +69,14 @@ class LM:
         graphs: bool = False,
         int8: bool = False,
         spare: int = 0,
-        cache: SlotCache | None = None,
+        beside: "LM | None" = None,
         scaled: bool = False,
     ) -> None:
         self.model = model.eval()
         config = model.config.get_text_config()
         refuse_unsupported(model, config)
         quantisation = quantisation_of(model.config)
+        stock = stock or beside is not None and not isinstance(beside.run, Lean)
         int8 = int8 or (quantisation == llama.INT8_ROWS and not stock and takes_int8(model))
         self.size = config.vocab_size
         self.vocabulary = vocabulary or self.size
@@ -89,15 +90,21 @@ class LM:
         slots = min(FIRST_SLOTS, self.context)
         self.rows, self.spare, self.depth = rows, spare, layers_of(model.config)
         self.wants_graphs = graphs  # so do drafts for it
-        self.cache = cache or SlotCache(self.depth, rows + spare, slots, self.context)
+        self.cache: SlotCache = beside.cache if beside else SlotCache(self.depth, rows + spare, slots, self.context)
+        self.cross: CrossStore = beside.cross if beside else CrossStore(self.depth, rows + spare)
         self.encoded: Encoded | None = None  # by the latest `encode`
         with ALONE, unchanged(model):
-            self.run = self._forward(stock, int8)
+            self.run: Forward = self._forward(stock, int8)
             lean = isinstance(self.run, Lean)
             copies = isinstance(self.run, Lean) and self.run.change is not None
             self.stamp = Stamp(model, addresses=lean, values=copies)
         self.check = SelfCheck(model, self.context, lean)
         self.device, self.dtype = model.device, self.run.dtype if isinstance(self.run, Lean) else model.dtype
+        if beside and (self.held, self.device) != (beside.held, beside.device):
+            raise ValueError(
+                f"{type(model).__name__}: this draft reads the keys and values of the target, but they are stored in "
+                f"{beside.held} there, and here in {self.held}: use another kind of draft"
+            )
         self.scale = self.run.scale = self._ones(rows + spare, config.hidden_size) if scaled else None
         self.offsets = torch.arange(0, device=self.device)  # 0, 1, ...: as many as the longest pass had ids a row
         dtype = str(model.dtype).removeprefix("torch.")
@@ -146,7 +153,7 @@ class LM:
                 stacklevel=4,
             )
         if self.model.config.is_encoder_decoder:
-            run = EncoderDecoder(self.model, self.cache, self.context, self.rows + self.spare)
+            run = EncoderDecoder(self.model, self.cache, self.cross, self.context)
             form_of(self.model, self.context)
             return run
         return Stock(self.model, self.cache, self.context, form_of(self.model, self.context))
@@ -300,15 +307,15 @@ class LM:
         """Copy the first `length` tokens' keys and values of row `source` of the cache to row `target`; for an
         encoder-decoder, also the keys and values of its source."""
         self.cache.move(source, target, length)
-        if isinstance(self.run, EncoderDecoder):
-            self.run.cross.move(source, target)
+        if self.encodes:
+            self.cross.move(source, target)
 
     def clear(self, slot: int) -> None:
         """Set all keys and values of row `slot` of the cache to zero. They may contain NaN, and 0 times NaN is NaN even
         where they are masked."""
         self.cache.clear(slot)
-        if isinstance(self.run, EncoderDecoder):
-            self.run.cross.clear(slot)
+        if self.encodes:
+            self.cross.clear(slot)
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:

@@ -31,7 +31,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, Pr
 from inference.models import packing
 from inference.models.cache import SlotCache, Window, tree_window
 from inference.models.checksum import checksum
-from inference.models.encoder_decoder import EncoderDecoder, any_source, own_inputs
+from inference.models.encoder_decoder import CrossStore, EncoderDecoder, any_source, own_inputs
 from inference.models.forward import FORMS, Forward, Lean, Stock
 from inference.models.llama import SHORT, applies
 from inference.models.passes import ALONE, LAST, Layers, Pass
@@ -45,7 +45,7 @@ from inference.models.pretrained import (
     weights_quantisation,
 )
 from inference.source import Source
-from inference.verify.tree import Tree
+from inference.verify.tree import Tree, node_paths
 
 NARROW = 4  # the window during the check
 WINDOWS = ("sliding_window", "attention_chunk_size")  # config keys
@@ -257,11 +257,11 @@ class Probe:
         T = min(LENGTH, context)
         self.later = min(LATER, T // 2)
         self.starts = max(1, (T - self.later) // 2), T - self.later
-        size = model.config.get_text_config().vocab_size
+        self.size = model.config.get_text_config().vocab_size
         sourced = model.config.is_encoder_decoder
         self.sources = [any_source(model, length, length) for length in SOURCES] if sourced else None
         mixed = torch.arange(2 * T, device=model.device).view(2, T) * 7919 + 31
-        self.ids = mixed % 1009 % size
+        self.ids = mixed % 1009 % self.size
         self.own = self._own(self.ids)
         heavy = model.device.type == "cpu" and sum(p.numel() for p in model.parameters()) > HEAVY
         self.late = context > LENGTH and not heavy
@@ -271,7 +271,7 @@ class Probe:
         rows are encoded. cache: for the keys and values of the pass. form: an entry of `FORMS`."""
         if self.sources is None:
             return Stock(self.model, cache, self.context, form)
-        run = EncoderDecoder(self.model, cache, self.context, len(self.sources))
+        run = EncoderDecoder(self.model, cache, CrossStore(len(cache.stores), len(self.sources)), self.context)
         with torch.no_grad():
             run.store_source(0, run.encode(self.sources))
         return run
@@ -288,8 +288,7 @@ class Probe:
     def _late(self, make: Make) -> CheckResult:
         """Compare the logits at the end of a longer row: angles, masks and caches may be wrong past some position.
         make: returns the forward under test for a cache."""
-        T = min(LATE, self.context)
-        size = self.model.config.get_text_config().vocab_size
+        T, size = min(LATE, self.context), self.size
         count = torch.arange(T, device=self.ids.device)[None]
         mixed = (count * 7919 + 31) % 1009
         ids = torch.where(
@@ -387,11 +386,8 @@ class Probe:
             return (states.float() * (1 + signs * torch.finfo(torch.bfloat16).eps)).to(states.dtype)
 
         body: Any = self.model.get_decoder() if self.sources else self.model
-        hook = body.get_input_embeddings().register_forward_hook(rounded)
-        try:
+        with body.get_input_embeddings().register_forward_hook(rounded):
             return again()
-        finally:
-            hook.remove()
 
     def _stepped(self) -> list[Tensor]:
         """Return the model's own logits of each row, (positions, V), computed in two passes like those under test, with
@@ -444,12 +440,12 @@ class Probe:
         if not parents:
             return CheckResult(0.0, FINE, what="trees")  # no text has room for a tree
         count = torch.arange(len(parents), device=self.ids.device)
-        nodes = (self.ids[:, :1] + 3 * count + 1) % self.model.config.get_text_config().vocab_size
+        nodes = (self.ids[:, :1] + 3 * count + 1) % self.size
         try:
             ours = self._of_tree(make, parents, nodes)
         except Exception as error:
             return CheckResult(0.0, 0.0, f"with a mask of a tree its forward raises {_first_line(error)}")
-        own = partial(self._of_paths, Tree(parents).ancestors[0], nodes)
+        own = partial(self._of_paths, node_paths(parents), nodes)
         return self._compared([*ours], own(), own, "logits of a tree")
 
     def _of_tree(self, make: Make, parents: Sequence[int], nodes: Tensor) -> Tensor:
@@ -466,13 +462,12 @@ class Probe:
             logits.append(self._pass(forward, cache, ids[:, low:high], window).logits)
         return torch.cat(logits, 1)[:, 1:]
 
-    def _of_paths(self, ancestors: Tensor, nodes: Tensor) -> Rows:
+    def _of_paths(self, paths: Sequence[Sequence[int]], nodes: Tensor) -> Rows:
         """Return the model's own logits (N, V) for each of the two rows: after each node, with the node's path as a
-        text. ancestors (N, N), bool: entry (i, j) is whether node j is node i or an ancestor of node i. nodes (2, N):
-        the nodes' ids."""
+        text. paths: for each node, the nodes on the path down to it. nodes (2, N): the nodes' ids."""
         logits = []
         for row, start in enumerate(self.starts):
-            texts = [torch.cat((self.ids[row, : start + 1], nodes[row, path.to(nodes.device)])) for path in ancestors]
+            texts = [torch.cat((self.ids[row, : start + 1], nodes[row, list(path)])) for path in paths]
             ends = torch.tensor([len(text) - 1 for text in texts], device=nodes.device)
             whole = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
             logits.append(self._own(whole, row)[torch.arange(len(texts), device=nodes.device), ends])

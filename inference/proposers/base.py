@@ -78,6 +78,11 @@ class Proposal(NamedTuple):
     k: list[int]
     tree: Tree | None = None
 
+    @classmethod
+    def empty(cls, k: list[int], device: torch.device) -> "Proposal":
+        """Return a proposal without drafts. k: 0 for each row. device: of the drafts."""
+        return cls(torch.empty(len(k), 0, dtype=torch.int64, device=device), None, k)
+
 
 class Siblings(NamedTuple):
     """The n nodes of one level of a tree that have children. most: the largest number of children. paths: for each
@@ -311,6 +316,12 @@ class Proposer:
         `exactness.forced` then gets the distributions from forced rounds. rows: number of texts. vocabulary: ids are in
         [0, vocabulary)."""
         return None
+
+    @property
+    def for_forced_rounds(self) -> "Proposer":
+        """Return a proposer whose drafts have the distributions of this one's, and which makes each by `Round.draw` or
+        `Round.children`, as forced rounds need (`exactness.forced`)."""
+        return self
 
     def open(self, host: Host) -> None:
         """Begin a call: drop the state of earlier calls, and allocate slots for the host's rows and, after them, for

@@ -1,9 +1,5 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
-The draft reads the keys and values that the target's first layers stored for the text, so no token of the text is
-computed or stored twice. The keys and values of drafts are written into the target's slots. The pass that verifies the
-drafts overwrites them before it reads them, so the text is the same as without a draft, to the bit.
-
 A draft's own weights are a norm and low-rank changes of the first layers. The changes apply only when it drafts. The
 draft model is built from the target's modules and tensors; changed weights are copies, so the target stays as it is.
 
@@ -11,9 +7,8 @@ r the rank, D width of the states.
 """
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,16 +17,11 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
 from inference.models.checksum import Stamp, checksum
-from inference.models.forward import Lean
 from inference.models.lm import LM
-from inference.models.passes import States
 from inference.models.pretrained import decoder_layers
-from inference.proposers.base import Host, LoadArguments, Outcome, Proposal, Round
-from inference.proposers.independent import Independent
+from inference.proposers.base import Host, LoadArguments
+from inference.proposers.independent import Independent, OnTargetsCache
 from inference.proposers.trees import TreeShape
-
-if TYPE_CHECKING:
-    from inference.models.cache import SlotCache
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -248,18 +238,16 @@ def _frozen(value: Tensor, like: Tensor) -> nn.Parameter:
     return nn.Parameter(value.detach().to(like.device, like.dtype, copy=True), requires_grad=False)
 
 
-class EarlyExit(Independent):
+class EarlyExit(OnTargetsCache):
     """A proposer that drafts with the first layers of the engine's target, changed as `network` says (LayerSkip:
     Elhoushi et al. 2024, 2404.16710; Draft & Verify: Zhang et al. 2023, 2309.08168).
 
     With changes, a draft's distribution depends on its depth: the keys and values of earlier drafts come from the
-    changed layers, the text's from the target. network: the exit's weights. target: the engine's model. `open` raises
-    ValueError if the engine has another model. greedy: whether to draft the likeliest tokens, with one-hot
-    distributions. shape: the tree to draft, as the parent of each node (-1 for the text); None for chains. Raises
-    ValueError for an encoder-decoder."""
+    changed layers, the text's from the target. network: the exit's weights. target: the engine's model. greedy: whether
+    to draft the likeliest tokens, with one-hot distributions. shape: the tree to draft, as the parent of each node (-1
+    for the text); None for chains. Raises ValueError for an encoder-decoder."""
 
     network_class: Any = ExitNetwork
-    tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
 
     def __init__(
         self,
@@ -272,7 +260,6 @@ class EarlyExit(Independent):
         refuse_encoder(target)
         super().__init__(serving(network, target), greedy, shape=shape)
         self.network, self.target, self.rank = network, target, network.config.rank
-        self.cache: SlotCache | None = None
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
@@ -286,37 +273,9 @@ class EarlyExit(Independent):
         network.fits(target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None if self.rank else super().language_model(rows, vocabulary)
+        return None if self.rank else Independent.language_model(self, rows, vocabulary)
 
     def open(self, host: Host) -> None:
-        if host.target.model is not self.target:
-            raise ValueError(
-                "EarlyExit: its target is not the engine's model: give the same model to EarlyExit and to Engine"
-            )
-        sizes, shared = (host.rows, host.vocabulary, host.context, host.spare), host.target.cache
-        shape = *sizes, host.target.wants_graphs
         model, self.model = self.model, serving(self.network, self.target)
-        if shape != self.opened or self.cache is not shared or self.model is not model:
-            stock = not isinstance(host.target.run, Lean)  # both lay out keys and values alike
-            self.opened, self.cache = shape, shared
-            self.lm = LM(self.model, *shape[:3], stock=stock, graphs=shape[-1], spare=host.spare, cache=shared)
-        self.stored, self.longest = [], 0
-
-    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Do nothing, since the target stores prompts."""
-
-    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Do nothing, since the target stores prompts."""
-
-    def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """Do nothing, since the target moves its slots."""
-
-    def propose(self, round: Round) -> Proposal:
-        self.stored = [len(text) - 1 for text in round.texts]
-        return super().propose(round)
-
-    def commit(self, outcome: Outcome) -> None:
-        """Do nothing, since the target overwrites the keys and values of drafts."""
-
-    def move(self, source: int, target: int) -> None:
-        """Do nothing, since the target moves its slots."""
+        self.opened = self.opened if self.model is model else None
+        super().open(host)

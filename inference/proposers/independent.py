@@ -6,7 +6,6 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,6 +41,7 @@ class Independent(Proposer):
     drafts_trees = True
     catches_up = True
     scaled = False  # whether it writes to `LM.scale`
+    shares_cache = False  # whether it reads and writes the target's keys and values
     tail = 2  # last ids of a text that a round with all drafts at once reads: up to two are not stored yet
 
     def __init__(
@@ -105,14 +105,16 @@ class Independent(Proposer):
             self.branching.require(host.vocabulary, self.depths)
         refuse_other_sources(self.model, host.target.model, type(self).__name__)
         wanted = host.rows, host.vocabulary, host.context, host.spare, host.target.wants_graphs
-        if wanted != self.opened or self.lm.stale:  # slots last from call to call
-            self.opened = wanted
+        beside = host.target if self.shares_cache else None
+        if wanted != self.opened or self.lm.stale or beside and self.lm.cache is not beside.cache:
+            self.opened = wanted  # slots last from call to call
             self.lm = LM(
                 self.model,
                 *wanted[:3],
                 graphs=wanted[-1],
                 int8=self.int8,
                 spare=host.spare,
+                beside=beside,
                 scaled=self.scaled,
             )
             self.served = None
@@ -145,7 +147,7 @@ class Independent(Proposer):
         k = [max(0, min(k, self.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         K = max(k)
         if K == 0:
-            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+            return Proposal.empty(k, self.lm.device)
         self.sent = {}
         self._fill_gaps(round.texts, k)
         if self.branching:
@@ -277,6 +279,51 @@ class Independent(Proposer):
             self.lm.clear(source)  # it may contain NaN past the text
             self.stored[target] = self.stored[source]
         self.stored.pop()
+
+
+class OnTargetsCache(Independent):
+    """An `Independent` whose model has the shapes of the target's first layers. It reads the keys and values that the
+    target has stored for the text, so no token of the text is computed or stored twice. Keys and values of drafts are
+    written into the target's slots. The pass that verifies the drafts overwrites them before it reads them, so the
+    target reads its own keys and values alone.
+
+    target: the engine's model; `open` raises ValueError if the engine has another one. A draft's distribution depends
+    on its depth, since earlier drafts' keys and values are not the target's.
+    """
+
+    shares_cache = True
+    tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
+    target: PreTrainedModel
+
+    def language_model(self, rows: int, vocabulary: int) -> LM | None:
+        return None
+
+    def open(self, host: Host) -> None:
+        if host.target.model is not self.target:
+            name = type(self).__name__
+            raise ValueError(
+                f"{name}: its target is not the engine's model: give the same model to {name} and to Engine"
+            )
+        super().open(host)
+
+    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """Do nothing, since the target stores prompts."""
+
+    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
+        """Do nothing, since the target stores prompts."""
+
+    def enter(self, source: int, target: int, prompt: list[int]) -> None:
+        """Do nothing, since the target moves its slots."""
+
+    def propose(self, round: Round) -> Proposal:
+        self.stored = [len(text) - 1 for text in round.texts]
+        return super().propose(round)
+
+    def commit(self, outcome: Outcome) -> None:
+        """Do nothing, since the target overwrites the keys and values of drafts."""
+
+    def move(self, source: int, target: int) -> None:
+        """Do nothing, since the target moves its slots."""
 
 
 def chain_drafter(greedy: bool) -> Run:

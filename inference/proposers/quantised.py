@@ -16,7 +16,7 @@ from inference.models.llama import rounded
 from inference.models.lm import takes_int8
 from inference.models.pretrained import weights_quantisation
 from inference.proposers.base import Host, LoadArguments, SettingsNetwork
-from inference.proposers.independent import Independent
+from inference.proposers.independent import OnTargetsCache
 from inference.proposers.trees import TreeShape
 
 BITS = ("int8", "nf4")
@@ -39,9 +39,10 @@ class QuantisedNetwork(SettingsNetwork):
     config_class = QuantisedConfig
 
 
-class Quantised(Independent):
+class Quantised(OnTargetsCache):
     """A proposer that drafts with the target's projections rounded to 8 bits or to nf4 (Dettmers et al. 2023,
-    2305.14314). It has its own KV cache (self-speculation by rounding: QuantSpec, Tiwari et al. 2025, 2502.10424).
+    2305.14314), on the target's own keys and values (self-speculation by rounding: QuantSpec, Tiwari et al. 2025,
+    2502.10424).
 
     bits: "int8" or "nf4". int8 reads copies in 8 bits on a CPU, if the target supports it (see `lm.takes_int8`).
     If not, the rounded weights are stored in the target's dtype. Distributions are then the same up to rounding, but

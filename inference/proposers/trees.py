@@ -16,7 +16,7 @@ from torch import Tensor
 from inference.models.markov import Term
 from inference.models.step import Follow, Nodes, after_anchor, by_round, one_by_one
 from inference.proposers.base import Proposal, Round, Siblings
-from inference.verify.tree import Tree, depths_of, levels, ranks_of
+from inference.verify.tree import Tree, depths_of, levels, node_paths, ranks_of
 
 
 def from_one_pass(
@@ -153,14 +153,13 @@ def _steps(parents: tuple[int, ...], device: torch.device) -> tuple[LevelStep, .
     to the device again."""
     steps: list[LevelStep] = []
     above: tuple[int, ...] = (-1,)
-    paths: dict[int, tuple[int, ...]] = {-1: ()}
+    paths: list[tuple[int, ...]] = [*node_paths(parents), ()]  # the last one is that of the anchor, node -1
     for level in levels(parents):
         inner = sorted(set(level.above))
         own = [above[index] for index in inner]
         first = tuple(parents.index(node) for node in own)
         keys = torch.tensor([node + 1 for node in own], device=device)
         siblings = Siblings(max(level.rank) + 1, tuple(paths[node] for node in own), first, keys)
-        paths |= {node: (*paths[parents[node]], node) for node in level.nodes}
         lists = [inner, [inner.index(index) for index in level.above], list(level.rank), list(level.above)]
         here, parent, rank, indices = (torch.tensor(part, device=device) for part in lists)
         steps.append(

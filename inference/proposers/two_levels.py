@@ -19,9 +19,17 @@ from torch import Tensor
 
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json
-from inference.models.lm import LM, padded_rows
 from inference.models.passes import ChainDraws
-from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Outcome, Proposal, Round, RoundView
+from inference.proposers.base import (
+    CompositeProposer,
+    LoadArguments,
+    Numbers,
+    Outcome,
+    Proposal,
+    Proposer,
+    Round,
+    RoundView,
+)
 from inference.proposers.independent import Independent
 from inference.proposers.quantised import Quantised
 from inference.sampling import certain, draw
@@ -30,7 +38,6 @@ from inference.verify.tree import usable_lengths
 
 SETTINGS = "two_levels"  # of config.json: bits, inner
 DRAWS, COINS, LAST = range(3)  # the streams of `Round.inner`
-UNREAD = "unread", "unread_end", "unread_at"  # ids that slots of the model lack (A, L), index of the last, first slot
 
 
 class TwoLevels(CompositeProposer):
@@ -77,17 +84,18 @@ class TwoLevels(CompositeProposer):
     def context(self) -> int | None:
         return self.model.context
 
-    def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        """Return the rounded target as an LM; its distribution is every draft's distribution, for any guesses. None if
-        the rounded target has no such LM."""
-        return self.model.language_model(rows, vocabulary)
+    @property
+    def for_forced_rounds(self) -> Proposer:
+        """Return the rounded target: each draft has its distribution, for any guesses. It is a copy, since another
+        engine's call may be using this one's."""
+        return copy(self.model)
 
     def propose(self, round: Round) -> Proposal:
         """Run inner rounds until each row has its drafts, and return them. A text that is longer than the model's
         context gets no drafts."""
         k = [max(0, min(k, self.model.lm.context - len(text))) for k, text in zip(round.k, round.texts, strict=True)]
         if not max(k):
-            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.model.lm.device), None, k)
+            return Proposal.empty(k, self.model.lm.device)
         outer = OuterDrafts(round, k, self.guesses + 1)
         while outer.left:
             self._inner_round(outer)
@@ -95,34 +103,24 @@ class TwoLevels(CompositeProposer):
 
     def _inner_round(self, outer: "OuterDrafts") -> None:
         """Run one inner round: the small draft guesses, and the rounded target verifies the guesses in one pass. Add
-        the accepted guesses and one more token to `outer`, with their distributions. Both models then keep the keys and
-        values of the accepted guesses."""
-        inner = outer.inner_round(self.guesses, self.model.stored)
+        the accepted guesses and one more token to `outer`, with their distributions."""
+        inner = outer.inner_round(self.guesses)
         drafts = self.small.propose(inner)
         p = outer.distributions(inner, self._read(inner, drafts))
         p = certain(p) if self.greedy else p
         accepted, token = inner.verified(self.rule, p, drafts)
         valid = outer.append(inner, p, drafts.x, accepted, token)
-        self.model.stored = [max(one) for one in zip(self.model.stored, outer.read(valid), strict=True)]
         self.small.commit(Outcome(valid, accepted, {}))
 
     def _read(self, inner: "InnerRound", drafts: Proposal) -> Tensor:
         """Return the rounded target's logits (A, n+1, V): column 0 after each text, column i after guess i (1-based).
-        The same pass reads the ids that the rounded target has not read yet. inner: the inner round. drafts: the
-        guesses, x (A, n)."""
-        lm, length = self.model.lm, inner.length(drafts.k)
-        unread, end, at, x, length = (
-            part.to(lm.device) for part in (*(inner.send()[name] for name in UNREAD), drafts.x, length)
-        )
-        n, end = x.shape[1], end.unsqueeze(1)
-        last, index = unread.gather(1, end), torch.arange(n, device=lm.device)
+        inner: the inner round. drafts: the guesses, x (A, n)."""
+        lm, sent, length = self.model.lm, inner.send(), inner.length(drafts.k)
+        last, at, x, length = (part.to(lm.device) for part in (sent["newest_id"], sent["newest_at"], drafts.x, length))
+        index = torch.arange(x.shape[1], device=lm.device)
         x = torch.where(index < length.unsqueeze(1), x, last)  # after its guesses a row repeats its last id
-        ids = torch.cat([unread, last.expand(-1, n)], 1).scatter(1, end + 1 + index, x)
-        logits = lm.forward(ids, self.model.stored, at=at).logits
-        if unread.shape[1] == 1:
-            return logits
-        columns = end + torch.arange(n + 1, device=lm.device)
-        return logits.gather(1, columns.unsqueeze(2).expand(-1, -1, logits.shape[2]))
+        start = [len(text) - 1 for text in inner.texts]
+        return lm.forward(torch.cat([last, x], 1), start, at=at).logits
 
 
 class OuterDrafts:
@@ -152,17 +150,18 @@ class OuterDrafts:
         """Return whether some row still lacks drafts."""
         return any(done < k for done, k in zip(self.done, self.k, strict=True))
 
-    def inner_round(self, guesses: int, stored: list[int]) -> "InnerRound":
-        """Return the next inner round. guesses: the largest number of guesses per row. stored: for each row's text, the
-        number of its tokens that the rounded target has stored."""
+    def inner_round(self, guesses: int) -> "InnerRound":
+        """Return the next inner round. guesses: the largest number of guesses per row."""
         room = [k - done for k, done in zip(self.k, self.done, strict=True)]
         # one token comes after the guesses
         wanted = [
             0 if reads or not left else min(guesses, left - 1) for left, reads in zip(room, self.history, strict=True)
         ]
-        tails = [text[held:] if left else text[-1:] for text, held, left in zip(self.texts, stored, room, strict=True)]
-        lacking: tuple[Numbers, ...] = padded_rows(tails), [len(tail) - 1 for tail in tails], stored
-        numbers = {**dict(zip(UNREAD, lacking, strict=True)), "historic": [int(reads) for reads in self.history]}
+        numbers: dict[str, Numbers] = {
+            "newest_id": [text[-1:] for text in self.texts],
+            "newest_at": [len(text) - 1 for text in self.texts],
+            "historic": [int(reads) for reads in self.history],
+        }
         return InnerRound(self.round, self.k, self.texts, self.done, wanted, self, numbers)
 
     def distributions(self, inner: "InnerRound", logits: Tensor) -> Tensor:
@@ -211,12 +210,6 @@ class OuterDrafts:
                 self.texts[row] += tokens[: n + 1]
                 self.done[row] += n + 1
         return valid
-
-    def read(self, valid: list[int]) -> list[int]:
-        """Return how many tokens of each text the rounded target has stored after its pass: all but the last one if the
-        text grew, else 0. valid: for each row, how many tokens of its text the small draft has stored correctly (the
-        result of `append`)."""
-        return [length if length < len(text) else 0 for length, text in zip(valid, self.texts, strict=True)]
 
     def proposal(self) -> Proposal:
         K = max(self.k)

@@ -60,12 +60,6 @@ class Tree:
             tree._put(self.parents.to(device))
         return self._elsewhere[device]
 
-    @property
-    def ancestors(self) -> Tensor:
-        """Return a bool tensor (1, N, N): entry [_, i, j] is whether node j is node i or an ancestor of node i."""
-        columns = torch.arange(1, self.nodes + 1, device=self.seen.device)
-        return (self.seen[:, 1:, None] >> columns & 1).bool()
-
 
 def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = None) -> Tensor:
     """Return the draft lengths (A,) of a chain or a `tree`, cut before the first draft that lacks a distribution: the
@@ -76,10 +70,7 @@ def usable_lengths(p: Tensor, q: Tensor | None, k: Tensor, tree: Tree | None = N
     row.
     """
     missing = is_missing(p)
-    if tree is None:
-        missing = missing[:, :-1]
-    else:
-        missing = missing[:, tree.on(p.device).parents + 1]
+    missing = missing[:, :-1] if tree is None else missing[:, tree.on(p.device).parents + 1]
     if q is not None and q.shape[1]:
         missing = missing | is_missing(q)
     return torch.minimum(k, (~missing).to(torch.int64).cumprod(1).sum(1))
@@ -162,6 +153,15 @@ def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = []
     for parent, rank in zip(parents, ranks_of(parents), strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
+    return paths
+
+
+def node_paths(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return, for each node, the nodes on the path from the anchor down to it, the node itself included. parents: node
+    i has parent parents[i] < i, or -1 for the anchor."""
+    paths: list[tuple[int, ...]] = []
+    for node, parent in enumerate(parents):
+        paths.append((*(paths[parent] if parent >= 0 else ()), node))
     return paths
 
 

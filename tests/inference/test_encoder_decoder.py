@@ -224,7 +224,7 @@ def test_a_cleared_slot_is_zero(model: Any) -> None:
     """Not even NaN stays, which zero times would not remove."""
     engine = Engine(model, rows=2)
     store_prompts(engine.target, 0, engine.starts(sources(model, 2)))
-    cross = engine.target.run.cross
+    cross = engine.target.cross
     for layer in cross.stores:
         for store in layer.stored:
             store.fill_(torch.nan)

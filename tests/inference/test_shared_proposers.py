@@ -39,7 +39,7 @@ SIZES: list[dict[str, Any]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recorded", [False, True])
-@pytest.mark.parametrize("kind", [name for name in KINDS if not name.endswith("greedy") and name != "quantised"])
+@pytest.mark.parametrize("kind", [name for name in KINDS if not name.endswith("greedy")])
 def test_a_proposer_is_as_new_for_each_engine(kind: str, recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if recorded:
         record_on_cpu(monkeypatch)

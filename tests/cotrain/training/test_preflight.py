@@ -99,6 +99,12 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert preflight.estimate_need(cfg, there).memory == 100 + 8 * 4 + 1e9
     cfg.quantisation.kind, cfg.draft = "none", QuantisedDraft()  # and its copy of the target
     assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 100
+    cfg.draft.bits = 4  # which no kernel reads, as on a GPU
+    assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 200
+    cfg.draft.bits = 8
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight, "device", lambda: "cuda")
+        assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 200
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
     cfg.draft, cfg.mode, cfg.trainer.batch = EagleDraft(), "joint", 2
     monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))

@@ -235,13 +235,21 @@ def of_target(kind, target):
 @pytest.mark.parametrize("kind", ["early_exit", "quantised"])
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not widened], ids=[n for n in NAMES if n != "widened"])
 def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, kind):
-    model, again = tiny(), tiny()
+    require_as_new(way, kind, tiny(), tiny())
+
+
+def require_as_new(way, kind, model, again):
     engine = Engine(model, of_target(kind, model), rows=2)
     texts(engine)
     for one in (model, again):
         torch.manual_seed(9)
         way(one)
     assert texts(engine) == texts(Engine(again, of_target(kind, again), rows=2))
+
+
+def test_a_rounded_copy_has_the_targets_weights_as_they_are():
+    """In a dtype that no kernel serves."""
+    require_as_new(given_data, "quantised", models.tiny(), models.tiny())
 
 
 @pytest.mark.thorough

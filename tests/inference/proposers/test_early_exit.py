@@ -1,4 +1,5 @@
-"""Early exits draft in the target's slots and with the target's tensors, and leave both unchanged."""
+"""Early exits draft in the target's slots and with the target's tensors, and leave both unchanged. So does the target
+in fewer bits in its slots."""
 
 from typing import Any
 
@@ -10,7 +11,9 @@ from inference import Engine
 from inference.models.lm import LM, store_prompts
 from inference.policy import Fixed
 from inference.proposers.early_exit import EarlyExit, first_layers, learning, serving, untrained_exit
-from tests.kinds import exit_network
+from inference.proposers.quantised import Quantised
+from tests.inference.models.test_packing import needs_kernels
+from tests.kinds import KINDS, exit_network
 from tests.tiny import tiny
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
@@ -38,24 +41,39 @@ def test_the_targets_weights_are_the_same_with_it_and_without(dtype: torch.dtype
     assert plain.model.layers[1].mlp.up_proj.weight.data_ptr() == theirs.layers[1].mlp.up_proj.weight.data_ptr()
 
 
-def test_what_verification_stores_is_the_targets_own() -> None:
-    """Keys and values of a whole text after rounds with drafts are the target's up to rounding, not the changed
-    layers'."""
-    target = tiny(layers=3)
-    engine = Engine(target, EarlyExit(exit_network(target), target), policy=Fixed(3), rows=1)
+def require_the_targets_own(target: Any, proposer: Any, tolerance: float) -> None:
+    """Keys and values of a whole text after rounds with drafts are the target's up to rounding."""
+    engine = Engine(target, proposer, policy=Fixed(3), rows=1)
     text = PROMPTS[0] + engine.generate(PROMPTS[:1], max_new_tokens=16, ignore_eos=True).tokens[0]
     alone = LM(target, 1)
     store_prompts(alone, 0, [text])
     own = stored(engine, len(text) - 1)
     wanted = [part[0, :, : len(text) - 1] for layer in alone.cache.stores for part in (layer.keys, layer.values)]
     for one, other in zip(own, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_drafts_start_from_the_targets_slots() -> None:
+@pytest.mark.parametrize("kind", ["early_exit", "quantised", "two_levels"])
+def test_what_verification_stores_is_the_targets_own(kind: str) -> None:
+    target = tiny(layers=3)
+    require_the_targets_own(target, KINDS[kind].proposer(target), 1e-12)
+
+
+@needs_kernels
+def test_what_verification_stores_over_eight_bits_is_the_targets_own() -> None:
+    """The kernels draft in the target's slots too, and 8 bits round by more than the tolerance."""
+    target = tiny(layers=3, hidden=32, dtype=torch.bfloat16).float()
+    proposer = Quantised(target)
+    assert proposer.int8
+    require_the_targets_own(target, proposer, 1e-4)
+    assert proposer.lm.chains
+
+
+@pytest.mark.parametrize("kind", ["early_exit", "quantised"])
+def test_drafts_start_from_the_targets_slots(kind: str) -> None:
     """The draft reads one id a row before the first draft, however long the text is, and none twice."""
     target, fed = tiny(layers=3), []
-    proposer = EarlyExit(exit_network(target), target)
+    proposer: Any = KINDS[kind].proposer(target)
     engine = Engine(target, proposer, policy=Fixed(2), rows=1)
     forward = LM.forward
 

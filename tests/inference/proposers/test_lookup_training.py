@@ -10,39 +10,20 @@ from inference import Engine, Sampling, load
 from inference.proposers.hybrid import Gate, Hybrid
 from inference.proposers.retrieval import Retrieval
 from inference.report.build import validate
-from tests.cotrain.commands.test_train import SIZES
-from tests.folders import own_texts, target_folder
-
-
-def job(place: Path, output: str, *settings: str) -> int:
-    paths = (f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}")
-    return main(["train", *paths, *SIZES, *settings])
+from tests.cotrain.commands.test_train import job
+from tests.folders import run_paths, target_and_texts
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and own texts."""
-    place = tmp_path_factory.mktemp("lookup")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl")
-    return place
+    return target_and_texts(tmp_path_factory.mktemp("lookup"))
 
 
 @pytest.fixture(scope="module")
 def store(place: Path) -> Path:
     where = place / "store"
-    assert (
-        main(
-            [
-                "datastore",
-                f"target.path={place / 'target'}",
-                f"data.path={place / 'own.jsonl'}",
-                f"output={where}",
-                "overwrite=true",
-            ]
-        )
-        == 0
-    )
+    assert main(["datastore", *run_paths(place, where), "overwrite=true"]) == 0
     return where
 
 

@@ -78,6 +78,24 @@ def numbers_of(k: int, inner: int, rule: str) -> tuple[Tensor, int]:
     return numbers, numbers.shape[1]
 
 
+class Other(Quantised):
+    """Drafts with another model than the target in fewer bits, so that it is often wrong."""
+
+    def __init__(self, target: Any, other: Any) -> None:
+        self.other = other
+        super().__init__(target)
+
+    def _round(self) -> None:
+        self.int8, self.model = False, self.other
+
+
+def on_targets_cache(target: Any, middle: Any, text: list[int], held: int) -> Tensor:
+    """The logits (V,) of `middle` after a text, of whose first `held` tokens it reads the target's keys and values."""
+    past = target(torch.tensor([text[:held]]), use_cache=True).past_key_values if held else None
+    logits: Tensor = middle(torch.tensor([text[held:]]), past_key_values=past).logits[0, -1]
+    return logits
+
+
 class GivenNumbers(DecodingRound):
     """A round whose inner numbers are given."""
 
@@ -124,7 +142,7 @@ def test_what_is_drafted_has_the_distribution_of_the_model_in_between(k: int, in
 def test_inner_and_outer_rounds_share_no_number(rule: str) -> None:
     """By chi-square with the real random streams, of distributions where shared ones would show most."""
     target, middle, guess = constant([0.6, 0.3, 0.1]), constant([0.3, 0.2, 0.5]), constant([0.2, 0.6, 0.2])
-    proposer = TwoLevels(Quantised(middle), Independent(guess), 2, rule)
+    proposer = TwoLevels(Other(target, middle), Independent(guess), 2, rule)
     assert p_value(target, proposer, rule, 24_000, tokens=3, k=2, regime=Sampling()) > 1e-4
 
 
@@ -149,10 +167,10 @@ MIXED = [
 def test_every_distribution_is_that_of_its_model_given_the_text(
     held: int, greedy: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts have the distribution of the rounded target and guesses that of the small draft, compared with a fresh
-    pass
-    over each prefix: both slots hold the text and no rejected token, inside a round and after it. held: the small
-    draft's context in tokens; it guesses nothing for longer texts while it guesses for other rows of the batch."""
+    """Drafts have the distribution of the rounded target on the target's keys and values, and guesses that of the small
+    draft, compared with a fresh pass over each prefix: slots hold the text and no rejected token, inside a round and
+    after it. held: the small draft's context in tokens; it guesses nothing for longer texts while it guesses for other
+    rows of the batch."""
     target = tiny()
     guesser = near(target, 0.15)
     guesser.config.max_position_embeddings = held
@@ -161,8 +179,8 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
     sampling = Sampling(0.8)
     propose = proposer.small.propose
 
-    def probs(model: Any, text: list[int]) -> Tensor:
-        q = (model(torch.tensor([text])).logits[0, -1] / 0.8).softmax(-1)
+    def probs(logits: Tensor) -> Tensor:
+        q = (logits / 0.8).softmax(-1)
         return certain(q) if greedy else q
 
     def guessed(round: Round) -> Proposal:
@@ -171,7 +189,9 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
             for i in range(k):
                 assert proposal.q is not None
                 text = [*round.texts[b], *proposal.x[b, :i].tolist()]
-                torch.testing.assert_close(proposal.q[b, i], probs(guesses, text), rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(
+                    proposal.q[b, i], probs(guesses(torch.tensor([text])).logits[0, -1]), rtol=1e-9, atol=1e-9
+                )
                 seen[0] += 1
         return proposal
 
@@ -180,8 +200,9 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
         assert proposal.q is not None and outer.done == outer.k  # every drafted token is used
         for b, k in enumerate(proposal.k):
             for i in range(k):
-                text = [*outer.round.texts[b], *proposal.x[b, :i].tolist()]
-                torch.testing.assert_close(proposal.q[b, i], probs(middle, text), rtol=1e-9, atol=1e-9)
+                text, held = [*outer.round.texts[b], *proposal.x[b, :i].tolist()], len(outer.round.texts[b]) - 1
+                logits = on_targets_cache(target, middle, text, held)
+                torch.testing.assert_close(proposal.q[b, i], probs(logits), rtol=1e-9, atol=1e-9)
                 seen[1] += 1
         return proposal
 
@@ -213,7 +234,7 @@ def test_with_shared_noise_the_drafts_are_those_of_the_rounded_target_alone() ->
     target, settings = tiny(), {"max_new_tokens": 20, "sampling": MIXED, "ids": range(6), "ignore_eos": True}
     other = near(target, 0.3)
     results = []
-    for proposer in (Quantised(other), TwoLevels(Quantised(other), Independent(near(target, 0.15)))):
+    for proposer in (Other(target, other), TwoLevels(Other(target, other), Independent(near(target, 0.15)))):
         out = Engine(target, proposer, verify="coupled", rows=4, policy=Fixed(3)).generate(PROMPTS, **settings)
         results.append((out.tokens, out.stats.drafted, out.stats.accepted))
     assert results[0] == results[1] and 0 < sum(results[0][2]) < sum(results[0][1])
@@ -232,8 +253,8 @@ def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_draft
         proposal = original(outer)
         for i in range(proposal.k[0]):
             text = [*outer.round.texts[0], *proposal.x[0, :i].tolist()]
-            logits = proposer.model.model(torch.tensor([text])).logits[:, -1]
-            distribution = probs(process(logits, [text], [len(text) - len(PROMPTS[0])], own), own)[0]
+            logits = on_targets_cache(target, proposer.model.model, text, len(outer.round.texts[0]) - 1)
+            distribution = probs(process(logits[None], [text], [len(text) - len(PROMPTS[0])], own), own)[0]
             assert proposal.q is not None
             torch.testing.assert_close(proposal.q[0, i].double(), distribution.double(), rtol=1e-5, atol=1e-6)
             seen.append(1)
@@ -242,7 +263,7 @@ def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_draft
     monkeypatch.setattr(OuterDrafts, "proposal", checked)
     engine = Engine(target, proposer, rows=2, policy=Fixed(4))
     engine.generate(PROMPTS[:1] * 2, max_new_tokens=[30, 20], sampling=[own, Sampling()], ignore_eos=True)
-    assert len(seen) > 30
+    assert len(seen) > 20
 
 
 def test_copies_share_nothing_that_is_stored() -> None:
@@ -252,7 +273,6 @@ def test_copies_share_nothing_that_is_stored() -> None:
     costs = measure_costs(LM(target, 3), proposer, 4, context=12, repeats=1, warmup=0)
     assert costs.draft > 0 or costs.first > 0
     one, other = copy(proposer), copy(proposer)
-    one.model.stored[0] = 5
     one.small.stored = [1]
     assert one.model is not other.model is not proposer.model and one.small is not proposer.small
     before = list(proposer.small.stored), list(other.small.stored)
