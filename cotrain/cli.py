@@ -313,7 +313,7 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
         values = [text for text in task if text.partition("=")[0] in swept]
         title = ",".join(values) or f"job {hydra.job.num}"
         print(f"cotrain {name}: {title}", file=sys.stderr)
-        if "trainer" in has and cfg.trainer.devices * cfg.trainer.nodes > 1:
+        if "trainer" in has and cfg.trainer.processes > 1:
             raise UserError(
                 f"trainer.devices={cfg.trainer.devices}, trainer.nodes={cfg.trainer.nodes}: each job of a sweep runs "
                 "in one process: set trainer.devices=1 trainer.nodes=1, or leave out -m"

@@ -1,15 +1,18 @@
 """The output of a command: its answer, as text or as one JSON object, and the progress of long jobs."""
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from inference.drafts.atomic import write_atomic
+from inference.report.schema import strict
 
 Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as an object and as text
 
@@ -26,13 +29,10 @@ def answering(as_json: bool) -> Iterator[Answer]:
         yield lambda value, _: print(json.dumps(strict(value)), file=out, flush=True)
 
 
-def strict(answer: Any) -> Any:
-    """Return a JSON value in which NaN and infinity are replaced by None, since JSON has neither."""
-    if isinstance(answer, Mapping):
-        return {key: strict(value) for key, value in answer.items()}
-    if isinstance(answer, list | tuple):
-        return [strict(value) for value in answer]
-    return None if isinstance(answer, float) and not math.isfinite(answer) else answer
+def write_answer(file: Path, answer: Mapping[str, Any], indent: int = 2) -> None:
+    """Write the answer of a command to a JSON file. NaN and infinity become null, for example an interval of few
+    batches."""
+    write_atomic(file, json.dumps(strict(answer), indent=indent, allow_nan=False) + "\n")
 
 
 EVERY = 30.0  # seconds between lines, without a terminal
@@ -62,7 +62,7 @@ class Display:
         self.done, self.note, self.hidden = start_at, "", hidden
         self.bar: Progress | None = None
         if not hidden and not brief and sys.stdout.isatty():
-            self._open(Console(file=sys.stdout))
+            self._open()
 
     def __enter__(self) -> Self:
         return self
@@ -107,7 +107,7 @@ class Display:
     def _count(self) -> str:
         return f"{self.done:.0f}/{self.total:.0f} {self.unit}"
 
-    def _open(self, console: Console) -> None:
+    def _open(self) -> None:
         columns: tuple[Any, ...] = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -115,7 +115,7 @@ class Display:
             TimeRemainingColumn(),
             TextColumn("left  {task.fields[note]}"),
         )
-        self.bar = Progress(*columns, console=console)
+        self.bar = Progress(*columns, console=Console(file=sys.stdout))
         self.bar.add_task(self.title, total=self.total, completed=int(self.start_at), count=self._count(), note="")
         self.bar.start()
 

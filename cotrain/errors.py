@@ -28,7 +28,7 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has no message."""
     if isinstance(error, FileNotFoundError) and error.errno:  # of the system, with a number and the path
         return "there is no such file"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip()
 
 
 class NotFinite(UserError):

@@ -159,7 +159,7 @@ def claim(
     path: str | Path,
     overwrite: bool = False,
     settings: Mapping[str, Any] | None = None,
-    kind: Judge | None = None,
+    kind: Judge = lambda *_: "other",
     command: str = "train",
 ) -> Iterator[RunFolder]:
     """Lock the output folder `path` of a run until the block ends, and yield it. `RunFolder.finish` marks the run as
@@ -175,18 +175,19 @@ def claim(
     settings: JSON values that identify the run. They are stored in `run.json`, and a later claim must give the same
     ones. None: they are not compared. kind: a function that returns the meaning of a changed setting. "same": it counts
     as unchanged. "free": it may change. "longer": it may change, and a finished run becomes unfinished. "other": it may
-    not change. None: no setting may change. command: the command that claims the folder.
+    not change. command: the command that claims the folder.
 
     Raises UserError, which names the key to change, if another process uses the folder, if a setting differs, or if the
     folder has files but no run of cotrain. Such files are never deleted, even with `overwrite`.
     """
     path = Path(path)
     wanted = None if settings is None else json.loads(json.dumps(dict(settings)))  # tuples become lists
-    _make(path)
+    _usable(path)
+    _folder(path)
     with _locked(path):
         if command in REPEATED and not overwrite and finished(path):
             _keep(path, path)
-        run = _open(path, overwrite, wanted, kind or (lambda *_: "other"), command)
+        run = _open(path, overwrite, wanted, kind, command)
         if not overwrite and (run.state == "new" or command in REPEATED) and (path / REPLACED).exists():
             _keep(path, path / REPLACED)  # of an attempt that this command does not go on with
             (path / REPLACED).rmdir()
@@ -223,7 +224,10 @@ def numbered(path: Path, ending: str = "") -> Path:
 
 
 def refuse_folder(
-    path: str | Path, overwrite: bool = False, settings: Mapping[str, Any] | None = None, kind: Judge | None = None
+    path: str | Path,
+    overwrite: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    kind: Judge = lambda *_: "other",
 ) -> State:
     """Raise UserError if `claim` would raise it for the same arguments (another process uses the folder, a setting may
     not change, or the folder has files but no run of cotrain), and if the folder cannot be written. Otherwise return
@@ -238,7 +242,7 @@ def refuse_folder(
     marker = read_marker(path)
     if marker is not None and not overwrite and marker["state"] != "emptying":
         wanted = marker["settings"] if settings is None else json.loads(json.dumps(dict(settings)))
-        changed = _compare(path, marker["settings"], wanted, kind or (lambda *_: "other"))
+        changed = _compare(path, marker["settings"], wanted, kind)
         state = "unfinished" if "longer" in changed.values() else marker["state"]
     writable("output", path)
     return state
@@ -286,11 +290,6 @@ def refuse_unfinished(key: str, path: Path) -> None:
     for run in (path, path.parent):
         if (read_marker(run) or {}).get("state") == "unfinished":
             raise UserError(f"{key}={path}: the run {run} is not finished: repeat its command, which resumes it")
-
-
-def _make(path: Path) -> None:
-    _usable(path)
-    _folder(path)
 
 
 def _folder(path: Path) -> None:

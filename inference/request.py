@@ -103,7 +103,7 @@ class Request:
         The first characters of a decoded part may differ from those of the whole text. A stop string that occurs in the
         part is therefore searched in the whole text too.
         """
-        if not self.sampling.stop or self.tokenizer is None:
+        if self.tokenizer is None:
             return False
         longest = max(map(len, self.sampling.stop))
         first = max(self.prompt, len(self.text) - 4 * longest - 32)

@@ -84,18 +84,14 @@ def traced_rows(
     """Return the rows of a round, one `TracedRow` per active row. starts: for each row, the number of tokens that it
     had emitted before the round. proposal: the drafts. table: one line per row, as lists on the host, with the columns
     of `trace` at the end."""
-    N, tree = proposal.x.shape[1], proposal.tree is not None
-    lines = zip(rows, starts, table, strict=True)
-    return [_row(row.index, start, row.emitted - start, line, N, tree) for row, start, line in lines]
-
-
-def _row(prompt: int, start: int, emitted: int, line: Sequence[int], N: int, tree: bool) -> TracedRow:
-    """Return a `TracedRow` from the row's line of the table. prompt: index of the row's prompt in the call. start:
-    number of tokens that the row had emitted before the round. emitted: number of tokens that the round added. N:
-    number of drafts in the line. tree: whether they form a tree."""
-    accepted, last = line[0], line[1]
-    depth = (len(line) - COLUMNS - 1 - (1 + PARTS) * N - N) // 2 if tree else N  # columns of the path
-    traced = line[COLUMNS + depth :]
-    drafts, floats, rest = traced[1 : 1 + N], traced[1 + N : 1 + (1 + PARTS) * N], traced[1 + (1 + PARTS) * N :]
-    path, parents = (rest[N : N + accepted], rest[:N]) if tree else (range(accepted), range(-1, N - 1))
-    return TracedRow(prompt, start, emitted, traced[0], path, last, drafts, floats, parents)
+    N, tree, traced = proposal.x.shape[1], proposal.tree is not None, []
+    end = 1 + (1 + PARTS) * N  # of the columns that chains have too
+    for row, start, line in zip(rows, starts, table, strict=True):
+        accepted, last = line[0], line[1]
+        depth = (len(line) - COLUMNS - end - N) // 2 if tree else N  # columns of the path
+        columns = line[COLUMNS + depth :]
+        drafts, floats, rest = columns[1 : 1 + N], columns[1 + N : end], columns[end:]
+        path, parents = (rest[N : N + accepted], rest[:N]) if tree else (range(accepted), range(-1, N - 1))
+        emitted = row.emitted - start
+        traced.append(TracedRow(row.index, start, emitted, columns[0], path, last, drafts, floats, parents))
+    return traced

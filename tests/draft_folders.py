@@ -1,8 +1,11 @@
 """Draft folders of every kind that is trained here, as `cotrain train` begins them, of a target of `tests.folders`."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.config.drafts import DRAFTS, OF_KINDS, Draft
@@ -54,3 +57,15 @@ def written(path: Path, target: Path, made: Student, int8: bool = False) -> Path
     hashes = hash_target(made.target.config, tokenizer()) | {"weights": hash_weights(str(target))}
     about = Metadata({"name": str(target), **hashes}, 2, kind=made.kind, int8=int8)
     return save(made.network, tokenizer(), path, about, None)
+
+
+def copied(path: Path, old: Path, change: Any = None, **config: Any) -> Path:
+    """A copy of a folder with other tensors and another config.json."""
+    shutil.copytree(old, path)
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(values | config))
+    if change:
+        tensors = load_file(path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path

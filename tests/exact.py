@@ -30,6 +30,15 @@ def distributions(kind: str, V: int, n: int) -> torch.Tensor:
     return one_hot(distribution.argmax(-1), distribution) if kind == "greedy" else distribution
 
 
+def edges(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs p, q of five tokens: equal, one ulp apart, disjoint and one-hot distributions."""
+    base = distributions("dense", 5, 1)[0].to(dtype)
+    ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
+    eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
+    pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
+    return [*pairs, (eye[1], eye[2]), (base, eye[0]), (eye[0], base)]
+
+
 class Tree:
     """Random distributions after every prefix: p[i] (V^i, V) for i <= K, q[i] for i < K, prefixes in base V."""
 

@@ -74,3 +74,15 @@ def own_texts(path: Path, count: int = 300) -> Path:
     rng = random.Random(0)
     rows = [{"text": records(rng.randrange(10**6))[:400]} for _ in range(count)]
     return write_rows(path, rows)
+
+
+def target_and_texts(place: Path, count: int = 300) -> Path:
+    """The folder, with a target and texts of its own in it."""
+    target_folder(place / "target")
+    own_texts(place / "own.jsonl", count)
+    return place
+
+
+def run_paths(place: Path, output: str | Path, target: str = "target") -> list[str]:
+    """The settings of a run on both."""
+    return [f"target.path={place / target}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]

@@ -8,10 +8,6 @@ from typing import Any
 TOKEN, USER = "hf_good", "me"
 
 
-def paths(asked: dict[str, Any]) -> list[str]:
-    return [one["path"] for one in asked["files"]]
-
-
 def way(path: str) -> str:
     return "lfs" if path.endswith(".safetensors") else "regular"
 

@@ -1,6 +1,5 @@
 """Command `cotrain audit`. It judges from texts alone whether a server samples from its target."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,12 +12,11 @@ from cotrain.bench.server_parity import served_calls
 from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved
 from cotrain.config.groups import Bench
 from cotrain.config.settings import AuditConfig, sampling
-from cotrain.console import answering, strict
+from cotrain.console import answering, write_answer
 from cotrain.data.sources import rows_in
 from cotrain.errors import UserError, first_line, user_errors
 from cotrain.page.html_page import document
 from cotrain.page.rendering import Section, html_table
-from cotrain.planning.page import Planned
 from cotrain.rollout.samplers import Remote
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, objective, settle
@@ -119,7 +117,7 @@ def _audited(cfg: AuditConfig) -> Audit:
 def _write(cfg: AuditConfig, audited: Audit, folder: Path) -> None:
     report = {"environment": environment(), "url": cfg.url, "texts": cfg.texts, "regime": cfg.regime.model_dump()}
     report["audit"] = asdict(audited) | {"passed": audited.passed, "lines": audited.lines()}
-    write_atomic(folder / "report.json", json.dumps(strict(report), indent=1) + "\n")
+    write_answer(folder / "report.json", report, 1)
     write_atomic(folder / "report.html", audit_page(audited, str(cfg.url or cfg.texts)))
 
 
@@ -216,4 +214,4 @@ def audit_page(audited: Audit, source: str) -> str:
     sections = [Section("scores", "Standard scores", html_table(["", "found", "limit"], rows))]
     if audited.power:
         sections.append(Section("power", "What would have been seen", html_table(["", ""], [[audited.power, ""]])))
-    return document([(Planned(source), audited.lines()[0])], sections, "cotrain audit")
+    return document([(source, False, audited.lines()[0])], sections, "cotrain audit")

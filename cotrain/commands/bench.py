@@ -1,6 +1,5 @@
 """Command `cotrain bench`. It measures a draft folder against plain decoding on the same engine."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +17,15 @@ from cotrain.commands.served_pair import (
     room_of,
     shape,
 )
+from cotrain.config.groups import DEPTHS
 from cotrain.config.settings import BenchConfig, sampling
-from cotrain.console import answering, strict
+from cotrain.console import answering, write_answer
 from cotrain.errors import UserError, user_errors
 from cotrain.page.html_page import written
 from cotrain.rollout.training_texts import start_of
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, settle
 from cotrain.training.preconditions import fits, other_sampling, refuse_rounded, server, timed, timed_by
-from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import Metadata
 from inference.measure.environment import environment
 from inference.measure.timing import FEW
@@ -34,7 +33,6 @@ from inference.models.quantisation import refuse_quantisation
 from inference.report import replay
 from inference.report.table import headline, table
 
-DEPTHS = [2, 3, 4, 5, 6, 7, 8]  # draft lengths to choose from, if the plan of the folder is not measured
 Further = Callable[[measurement.Plan, Path], dict[str, Any]]
 
 
@@ -66,18 +64,13 @@ def _planned(cfg: BenchConfig, metadata: Metadata | None, typed: str | None) -> 
     The planned length is added to it.
     """
     size, chosen = cfg.bench, not cfg.bench.depths and not cfg.bench.trees
-    size.depths = size.depths or DEPTHS
+    size.depths = size.depths or [*DEPTHS]
     if metadata is None or not chosen or metadata.origin.get("planned") is False:
         return None
     if typed not in (None, metadata.rule):
         return None
     size.depths = sorted({*size.depths, metadata.k})
     return metadata.k
-
-
-def _write(folder: Path, report: dict[str, Any]) -> None:
-    """Write report.json. NaN and infinity become null, for example an interval of few batches."""
-    write_atomic(folder / "report.json", json.dumps(strict(report), indent=2, allow_nan=False) + "\n")
 
 
 def run(cfg: BenchConfig, further: Further | None = None) -> None:
@@ -141,7 +134,7 @@ def _servers(cfg: BenchConfig, draft_path: str) -> tuple[dict[str, Any], list[st
             "draft": draft_path,
             "cells": [cell.report() for cell in cells],
         }
-        _write(folder.path, report)
+        write_answer(folder.path / "report.json", report)
         folder.finish()
     return report, [cell.line() for cell in cells]
 
@@ -179,7 +172,7 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
         report = measurement.measure(plan)
         if further:
             report["extra"] |= further(replace(plan, tree=None, planned=None), folder.path)
-        _write(folder.path, report)
+        write_answer(folder.path / "report.json", report)
         replay.write_replay(recorded(plan, report["extra"]), folder.path / replay.FILE)
         folder.finish()
     return report

@@ -1,16 +1,14 @@
 """Command `cotrain compare`. It prints confidence intervals of the paired differences between the runs in a folder."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from cotrain.config.settings import CompareConfig
-from cotrain.console import answering
+from cotrain.console import answering, write_answer
 from cotrain.errors import UserError
 from cotrain.evaluation.comparison import compare, gains_table, left_out, read_runs
 from cotrain.run_folder import writable
-from inference.drafts.atomic import write_atomic
-from inference.report.build import environment
+from inference.measure.environment import environment
 
 
 def run(cfg: CompareConfig) -> None:
@@ -29,4 +27,4 @@ def run(cfg: CompareConfig) -> None:
         report |= {"left_out": absent}
         answer(report, gains_table(gains, baseline, absent))
     if cfg.report:
-        write_atomic(Path(cfg.report), json.dumps(report, indent=2) + "\n")
+        write_answer(Path(cfg.report), report)

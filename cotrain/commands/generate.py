@@ -50,7 +50,9 @@ def run(cfg: GenerateConfig) -> None:
     if not color:
         out = engine.generate(prompts, **settings)
         print(*out.text or (), sep="\n")
-        _refuse_errors(out.errors)
+        for number, message in enumerate(out.errors, 1):
+            if message is not None:
+                raise UserError(f"the text of prompt {number} ends early, {message}")
         return
     _colored(engine, prompts, settings)
 
@@ -89,13 +91,6 @@ def _summary(events: Sequence[Event], seconds: float) -> str:
     )
     speed = f"{mean:.2f} per call; {tokens / seconds:.0f} tokens per second"
     return f"{tokens} tokens in {len(events)} target calls, {speed}; {kinds}"
-
-
-def _refuse_errors(errors: Sequence[str | None]) -> None:
-    """Raise UserError for the first prompt whose text ended in an error. errors: for each prompt, a message or None."""
-    for number, message in enumerate(errors, 1):
-        if message is not None:
-            raise UserError(f"the text of prompt {number} ends early, {message}")
 
 
 def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | list[int]]:

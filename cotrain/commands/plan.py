@@ -2,7 +2,6 @@
 are timed with measure=true."""
 
 import copy
-import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -16,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.commands.shapes import composed_shape, shape_table, shapes
 from cotrain.config.settings import PlanConfig
-from cotrain.console import answering, strict
+from cotrain.console import answering, write_answer
 from cotrain.errors import UserError
 from cotrain.planning.costs_file import speedup_table, speedups_of
 from cotrain.planning.drafted import Drafted, drafted
@@ -34,6 +33,7 @@ from inference.drafts.atomic import write_atomic
 from inference.drafts.draft_folder import PROMPTS, folder_identity
 from inference.measure.environment import environment
 from inference.output import Emitted
+from inference.report.schema import strict
 
 PLAN = "plan.json"
 # settings that several drafts must have in common
@@ -92,11 +92,11 @@ def _drafts(cfg: PlanConfig, paths: list[str]) -> tuple[dict[str, Any], str]:
         plan = _origin(settings[paths[0]], texts) | entries(drafts, best) | {"seconds": time.monotonic() - began}
         contents = {PLAN: plan} | files(best, cfg.batches, plan)
         for name, content in contents.items():
-            _write(folder.path / name, content)
+            write_answer(folder.path / name, content, 1)
         lines = [forecast_table(drafts)]
         if cfg.measure:
             plan["measured"] = timed_cells(best.plan, best.cells, best.policy)
-            _write(folder.path / PLAN, plan)
+            write_answer(folder.path / PLAN, plan, 1)
             lines.append(measured_table(plan["measured"]))
         write_atomic(folder.path / PAGE, plan_page(strict(plan)))
         folder.finish()
@@ -122,7 +122,7 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
         timed_shapes = shapes(cfg, composed, target)
         plan = _origin(cfg, {}) | {"shapes": timed_shapes, "seconds": time.monotonic() - began}
-        _write(folder.path / PLAN, plan)
+        write_answer(folder.path / PLAN, plan, 1)
         folder.finish()
     return plan, f"{shape_table(timed_shapes)}\nplan: {Path(cfg.output) / PLAN}"
 
@@ -133,7 +133,7 @@ def _costs(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
     speedups = speedups_of(str(cfg.costs), cfg.batches, max(cfg.bench.depths))
     plan = {"environment": environment(), "speedups": speedups}
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
-        _write(folder.path / PLAN, plan)
+        write_answer(folder.path / PLAN, plan, 1)
         folder.finish()
     return plan, f"{speedup_table(speedups)}\nplan: {Path(cfg.output) / PLAN}"
 
@@ -149,10 +149,6 @@ def _origin(cfg: PlanConfig, texts: Mapping[float, Emitted]) -> dict[str, Any]:
             "bench": cfg.bench.model_dump(),
         },
     }
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    write_atomic(path, json.dumps(strict(content), indent=1, allow_nan=False) + "\n")
 
 
 def _settings(cfg: PlanConfig, path: str) -> PlanConfig:

@@ -1,19 +1,17 @@
 """Command `cotrain serve_check`. It compares a draft's acceptance in a running server with two figures: a prediction,
 and the acceptance in this engine."""
 
-import json
 from typing import Any
 
 from cotrain.bench import server_parity
 from cotrain.commands.served_pair import measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of
 from cotrain.config.groups import Bench
 from cotrain.config.settings import ServeCheckConfig, sampling
-from cotrain.console import answering
+from cotrain.console import answering, write_answer
 from cotrain.errors import UserError
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import server
-from inference.drafts.atomic import write_atomic
 from inference.measure.environment import environment
 
 
@@ -76,6 +74,6 @@ def _compared(cfg: ServeCheckConfig, url: str, draft_path: str) -> tuple[dict[st
             "objective": plan.objective,
             "parity": parity.report(),
         }
-        write_atomic(folder.path / "report.json", json.dumps(report, indent=2) + "\n")
+        write_answer(folder.path / "report.json", report)
         folder.finish()
     return report, parity

@@ -14,8 +14,7 @@ from cotrain.config.groups import Bench, Data
 from cotrain.config.settings import DraftFolderConfig, GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.corpora import shipped_domains, shipped_ids
-from cotrain.data.prompt_rows import Source, prompt_tokens
-from cotrain.data.prompt_rows import said_of_rows as said_of
+from cotrain.data.prompt_rows import Source, prompt_tokens, said_of_rows
 from cotrain.data.sources import sources_apart, sources_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart, shared
 from cotrain.errors import UserError, user_errors
@@ -294,7 +293,7 @@ def prompts(
     sources = sources_apart(data, (ALL_ROWS,) if whole else SPLITS, template, encoder, limit)
     train = sources.pop(SPLITS[0], None)
     named = {SPLITS[-1]: sources[ALL_ROWS]} if whole else sources
-    for line in said_of(named, size.prompt_tokens, key):
+    for line in said_of_rows(named, size.prompt_tokens, key):
         print(line, file=sys.stderr)
     several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
     if whole:

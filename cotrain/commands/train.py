@@ -13,8 +13,7 @@ from cotrain.board import tags
 from cotrain.config.changes import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import FIGURES, compare, left_out, read_runs
-from cotrain.evaluation.comparison import gains_table as compared
+from cotrain.evaluation.comparison import FIGURES, compare, gains_table, left_out, read_runs
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resumable
@@ -30,8 +29,7 @@ from inference.drafts.draft_folder import REPORT
 from inference.drafts.draft_folder import read as read_draft
 from inference.drafts.weight_files import weight_files
 from inference.proposers import kind_of
-from inference.report.build import table
-from inference.report.table import comparison
+from inference.report.table import comparison, table
 
 
 @listening()  # between the stages of a joint run, and while the page is written, too
@@ -90,12 +88,11 @@ def run(cfg: TrainConfig) -> float | None:
             )
         else:
             print(f"output={cfg.output} was finished before; overwrite=true repeats it")
-    report = folder.path / "draft" / REPORT
-    if cfg.measure or report.exists():
-        print(table(json.loads(report.read_text(encoding="utf-8"))))
-        print(f"draft: {folder.path / 'draft'}")
+    draft = folder.path / "draft"
+    if cfg.measure or (draft / REPORT).exists():
+        print(table(json.loads((draft / REPORT).read_text(encoding="utf-8"))))
+        print(f"draft: {draft}")
     else:
-        draft = folder.path / "draft"
         how = "serve it, and use cotrain bench url=" if cfg.teacher.urls else f"cotrain bench draft.path={draft}"
         how += " target.device_map=auto" * bool(cfg.target.device_map)
         print(f"draft: {draft} (not measured): to measure it, {how}")
@@ -153,4 +150,4 @@ def swept(outputs: list[str]) -> None:
     if len(runs) < 2:
         return
     baseline = next(iter(runs))
-    print(compared(compare(runs, baseline), baseline, left_out(runs, baseline)))
+    print(gains_table(compare(runs, baseline), baseline, left_out(runs, baseline)))

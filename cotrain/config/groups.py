@@ -407,10 +407,18 @@ class Trainer(Settings):
     logger: Annotated[str, one_of("tensorboard", "wandb"), Mark.FREE] = "tensorboard"
     """tensorboard; wandb: TensorBoard and Weights & Biases."""
 
+    @property
+    def processes(self) -> int:
+        """Return the number of processes on all machines together."""
+        return self.devices * self.nodes
+
     def unread(self, run: Any) -> Mapping[str, str]:
         """Return `patience` with the reason if the run measures nothing, otherwise {}. run: all settings of the
         command."""
         return {} if run.measure else {"patience": "it applies to measured runs only: set measure=true"}
+
+
+DEPTHS = [2, 3, 4, 5, 6, 7, 8]  # draft lengths to choose from, if none are typed
 
 
 class Bench(Settings):
@@ -442,7 +450,7 @@ class Bench(Settings):
     """The time for the measurement; 0: exactly these sizes."""
     interval: Positive = 0.1
     """Both ends of the interval may differ from the speed-up by this share of it."""
-    depths: Some = [2, 3, 4, 5, 6, 7, 8]
+    depths: Some = DEPTHS
     """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered."""
     draft_dtype: Dtype = "bfloat16"
     """The dtype in which the draft is served. auto: its checkpoint's; as_trained, for commands that open a draft
@@ -468,6 +476,6 @@ class ServedBench(Bench):
 class FolderBench(ServedBench):
     """What is measured, and for how long."""
 
-    depths: list[Size] = [2, 3, 4, 5, 6, 7, 8]
+    depths: list[Size] = DEPTHS
     """Draft lengths to choose from; 0 (plain decoding) and 1 are always considered; []: the length or the tree that the
     folder was planned with."""

@@ -79,20 +79,16 @@ def _group(schema: type[Settings], key: str, default: Settings, option: str | No
 def _line(key: str, field: FieldInfo, value: Any) -> str:
     assert field.description is not None, f"{key}: the field has no docstring"
     shown = value if isinstance(value, str) else json.dumps(value)
-    return f"  {key}={shown}  {_joined(field.description)} ({range_of(field)})"
+    return f"  {key}={shown}  {_joined(field.description)} ({_words(field.annotation, field.metadata)})"
 
 
 def _joined(text: str) -> str:
     return " ".join(text.split())
 
 
-def range_of(field: FieldInfo) -> str:
-    """Return the allowed values of a field as text: those that its validators name, else its type."""
-    return _words(field.annotation, field.metadata)
-
-
 def _words(annotation: Any, metadata: Sequence[Any]) -> str:
-    """Return the allowed values of an annotation. The last validator counts: it is the narrowest."""
+    """Return the allowed values of an annotation as text: those that its last validator names, which is the narrowest,
+    else its type."""
     named = [one.words for one in metadata if isinstance(one, Allowed)]
     if named:
         return str(named[-1])

@@ -154,7 +154,7 @@ def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:
         or _unparsed(error, keys)
         or _no_option(error, keys)
         or _no_key(error, command, keys)
-        or _first(error)
+        or first_line(error)
     )
 
 
@@ -189,7 +189,7 @@ def _unparsed(error: Exception, keys: Mapping[str, object]) -> str | None:
     if isinstance(keys.get(key), list) and "=" in value:  # settings in a list
         quoted = ",".join(f'"{one}"' for one in re.split(r",(?=[\w.]+=)", value.removeprefix("[").removesuffix("]")))
         return f"{error.override}: quote each value of the list: write '{key}=[{quoted}]'"
-    return f"{error.override!r} cannot be read: {_first(error)}; quote the value, as in key='\"a, b\"'"
+    return f"{error.override!r} cannot be read: {first_line(error)}; quote the value, as in key='\"a, b\"'"
 
 
 def _no_option(error: Exception, keys: Collection[str]) -> str | None:
@@ -228,7 +228,3 @@ def flag(name: str, command: str) -> str:
     if key not in keys:
         key = alias(key, keys) or nearest(key, keys) or key
     return f"no flag {name}: settings are key=value, as in {key}=..."
-
-
-def _first(error: Exception) -> str:
-    return first_line(error).strip()

@@ -132,7 +132,7 @@ class TrainConfig(Settings):
     @property
     def shards_target(self) -> bool:
         """Return whether the target's layers are sharded over several processes."""
-        return self.target.device_map is not None and self.trainer.devices * self.trainer.nodes > 1
+        return self.target.device_map is not None and self.trainer.processes > 1
 
 
 class RolloutConfig(Settings):

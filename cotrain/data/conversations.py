@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cotrain.data.rows import DataRow, Message
 from cotrain.errors import first_line
-from inference.request import content_of
+from inference.request import require_text
 
 EMPTY_THOUGHT = re.compile(r"\s*<(\w+)>\s*</\1>\s*")
 CLOCK = "strftime_now"  # what templates ask for the date
@@ -69,7 +69,7 @@ class Template:
             text = self._rendered([_written(one) for one in messages], tools, prompt)
         if not text.strip():
             raise ValueError("the target's chat template renders no text for this conversation")
-        content_of("the rendered conversation", {"content": text})  # raises ValueError for invalid Unicode
+        require_text("the rendered conversation", text)
         if self.ignores_user:
             raise ValueError(
                 "the target's chat template renders the same text whatever the user says: correct how it uses "
@@ -102,8 +102,7 @@ class Template:
                 )
             )
         except Exception as error:  # whatever a template and its values raise
-            reason = first_line(error)
-            raise ValueError(f"the target's chat template fails: {reason}") from error
+            raise ValueError(f"the target's chat template fails: {first_line(error)}") from error
 
     def ids(self, text: str) -> list[int]:
         """Return the token ids of rendered text. No special tokens are added, since the template has already written

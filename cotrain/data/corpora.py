@@ -7,7 +7,6 @@ held-out documents.
 """
 
 import ast
-import hashlib
 import inspect
 import json
 import pydoc_data.topics
@@ -22,6 +21,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from cotrain.data.splits import text_hash
 from cotrain.paths import folder
 
 DOMAINS = ("code", "prose", "records")
@@ -59,11 +59,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        return _hash(self.path) % 100 < HELD_OUT_PERCENT
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        return text_hash(self.path) % 100 < HELD_OUT_PERCENT
 
 
 def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
@@ -82,7 +78,7 @@ def embedded(domain: str, split: str, max_bytes: int) -> list[Document]:
         raise ValueError(f"split: {split!r} is neither 'train' nor 'held_out'")
     documents, seen, size = [], set(), 0
     for document in sources[domain](split == "held_out"):
-        key = _hash(document.text)
+        key = text_hash(document.text)
         if key in seen:
             continue
         seen.add(key)
@@ -162,7 +158,7 @@ def _source_files() -> list[tuple[str, Path]]:
             if entry.suffix == ".py":
                 files.append((str(entry), Path(str(entry.locate()))))
     usable = {path: file for path, file in files if _usable(path, file)}
-    return sorted(usable.items(), key=lambda item: _hash(item[0]))
+    return sorted(usable.items(), key=lambda item: text_hash(item[0]))
 
 
 def _usable(path: str, file: Path) -> bool:

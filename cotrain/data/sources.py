@@ -392,15 +392,11 @@ def _saved(data: Data, path: str) -> datasets.Dataset | datasets.IterableDataset
 def unreadable(data: Data, error: BaseException) -> ValueError:
     """Return a ValueError for an error that was raised while data.path was read. Its message names data.path and the
     reason."""
-    return ValueError(f"data.path: {data.path} cannot be read: {_reason(data, error)}")
-
-
-def _reason(data: Data, error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetsError) else None
-    first = first_line(cause or error)
+    reason = first_line(cause or error)
     if not files_of(str(data.path)):
-        return f"there is no such file or folder, and no data set of this name was read from the hub: {first}"
-    return first
+        reason = f"there is no such file or folder, and no data set of this name was read from the hub: {reason}"
+    return ValueError(f"data.path: {data.path} cannot be read: {reason}")
 
 
 def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:

@@ -20,7 +20,7 @@ Prompt = list[int]
 def split_of(content: str) -> str:
     """Return the split of a row of the user's data: "train", "held_out" or "final". A hash of `content`, the row's
     text, decides it, so equal rows are in the same split."""
-    place = _hash(content) % 100
+    place = text_hash(content) % 100
     for name, percent in PERCENT.items():
         if place < percent:
             return name
@@ -28,8 +28,9 @@ def split_of(content: str) -> str:
     return "train"
 
 
-def _hash(content: str) -> int:
-    return int.from_bytes(hashlib.blake2b(content.encode(), digest_size=8).digest(), "big")
+def text_hash(text: str) -> int:
+    """Return a number of 64 bits that depends on the text alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def splits_of(contents: Sequence[str]) -> list[str]:
@@ -44,7 +45,7 @@ def splits_of(contents: Sequence[str]) -> list[str]:
     for name in PERCENT:
         for _ in range(least - list(split.values()).count(name)):
             others = [one for one in split if split[one] == "train"] or [one for one in split if split[one] != name]
-            split[min(others, key=_hash)] = name
+            split[min(others, key=text_hash)] = name
     return [split[content] for content in contents]
 
 

@@ -16,8 +16,9 @@ COLUMNS = 32  # batches have few widths, so that a GPU finds free blocks of the 
 NO_ID = -1  # pads sources; padding is no token, whatever the target's padding id is
 
 
-def _hash(row: list[int]) -> str:
-    return hashlib.blake2b(json.dumps(row).encode(), digest_size=6).hexdigest()
+def short_hash(value: object) -> str:
+    """Return a hash of a JSON value, of 12 digits."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -93,11 +94,11 @@ class Texts:
         rows = [row[:length].tolist() for row, length in zip(self.ids, self.length.tolist(), strict=True)]
         if self.source is not None:
             rows = [[*row, NO_ID, *source] for row, source in zip(rows, self.prompts, strict=True)]
-        return list(map(_hash, rows))
+        return list(map(short_hash, rows))
 
     def prompt_hashes(self) -> list[str]:
         """Return one hash per text, of the token ids of its prompt."""
-        return list(map(_hash, self.prompts))
+        return list(map(short_hash, self.prompts))
 
     def read(self, rows: Tensor | slice) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         """Return the inputs of a `Reader` for the texts with the indices `rows` (n,): ids (n, T), position_ids (n, T)

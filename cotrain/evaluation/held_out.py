@@ -21,6 +21,7 @@ from cotrain.teacher.target_model import Head, Reader, Record, Seen
 from inference.verify import predict_chain
 
 DEPTHS = 8  # tau(k) and acceptance by position for k = 1..8
+BINS = 15  # of the confidence, for the calibration error
 
 
 @dataclass
@@ -123,10 +124,14 @@ class Scores:
 
     @property
     def calibration(self) -> float:
-        """Return the expected calibration error of the first drafted token: how far its probability under the draft
-        differs from the rate at which it is the text's token."""
-        sure, hit = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
-        return calibration_error(sure[self.inside], hit[self.inside])
+        """Return the expected calibration error of the first drafted token, how far its probability under the draft
+        differs from the rate at which it is the text's token: the sum over `BINS` bins of equal width of (share of
+        tokens in the bin) * |mean confidence - mean hit| (Guo et al. 2017, 1706.04599); 0 without tokens."""
+        first = (one if one.ndim == 2 else one[..., 0] for one in (self.confidence, self.r_greedy))
+        sure, hit = (one[self.inside] for one in first)
+        at = (sure * BINS).long().clamp(max=BINS - 1)
+        gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, at, (sure - hit).double())
+        return float(gaps.abs().sum() / max(len(at), 1))
 
 
 @torch.no_grad()
@@ -279,17 +284,6 @@ def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
     values = values.cpu()
     grid = values.new_zeros(mask.shape).masked_fill(mask, never)
     return grid.flatten().index_copy(0, at, values).view(mask.shape)
-
-
-def calibration_error(confidence: Tensor, hit: Tensor, bins: int = 15) -> float:
-    """Return the expected calibration error: the sum over bins of (share of tokens in the bin) * |mean confidence -
-    mean hit| (Guo et al. 2017, 1706.04599); 0 if N = 0.
-
-    confidence (N,): in [0, 1]. hit (N,): 0 or 1. bins: how many bins of equal width divide the range of confidence.
-    """
-    at = (confidence * bins).long().clamp(max=bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add_(0, at, (confidence - hit).double())
-    return float(gaps.abs().sum() / max(len(at), 1))
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:

@@ -137,15 +137,15 @@ class Provenance:
 
 
 @torch.no_grad()
-def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu", batch: int = 16) -> Provenance:
+def provenance(held: HeldOut, head: Head, device: torch.device | str = "cpu") -> Provenance:
     """Return the evidence on whether the target sampled the texts in their regime: the mean of -log p(x), and the mean
-    entropy of p. head: the target's head, on `device`. batch: texts per chunk.
+    entropy of p. head: the target's head, on `device`.
 
     If x was drawn from p, then -log p(x) - H(p) has mean 0 and variance sum_v p log^2 p - H^2, given the text before.
     These differences are uncorrelated, so z is approximately standard normal.
     """
     parts = []
-    for at in torch.arange(len(held.texts)).split(batch):
+    for at in torch.arange(len(held.texts)).split(16):
         inside, x = held.texts.predicted[at], held.texts.ids[at, 1:]
         chunks = zip(held.hidden[at][inside].split(CHUNK), x[inside].split(CHUNK), strict=True)
         parts += [_moments(head(states.to(device)), x, held).double().cpu() for states, x in chunks]
@@ -166,13 +166,12 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     At temperature 0, a token whose logit is within rounding of the highest counts as the most probable one (surprise
     0), because another pass may choose either. Any other token gives an infinite surprise.
     """
+    at = x.to(logits.device)[:, None]
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()
-        gap = logits.amax(-1) - logits.gather(-1, x.to(logits.device)[:, None])[:, 0]
-        surprise = torch.where(gap <= rounding, 0.0, math.inf)
+        surprise = torch.where(logits.amax(-1) - logits.gather(-1, at)[:, 0] <= rounding, 0.0, math.inf)
         return torch.stack([surprise, torch.zeros_like(surprise), torch.zeros_like(surprise)], -1)
-    t, x = torch.full((len(x),), held.temperature, device=logits.device), x.to(logits.device)
-    logs = served_logs(log_probs(logits, t), t, held.truncate)
+    logs = served_log_probs(logits, held.temperature, held)
     entropy = divergences.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
-    return torch.stack([-logs.gather(-1, x[:, None])[:, 0], entropy, square - entropy.square()], -1)
+    return torch.stack([-logs.gather(-1, at)[:, 0], entropy, square - entropy.square()], -1)

@@ -276,10 +276,10 @@ def engine_named(name: str) -> ServingEngine:
 
 
 def layout_of(kind: str, engine: str) -> Any | None:
-    """Return the module (with the functions `export` and `launch`) that writes drafts of this kind for an engine.
-    Return None if every engine loads the kind in the plain Hugging Face layout. Raises UserError for feature drafts
-    (eagle, p_eagle, block), which have layouts of their own, for an unknown engine or kind, and for a kind that the
-    engine does not load."""
+    """Return the module, with the function `export`, that writes drafts of this kind for an engine. Return None if
+    every engine loads the kind in the plain Hugging Face layout. Raises UserError for feature drafts (eagle, p_eagle,
+    block), which have layouts of their own, for an unknown engine or kind, and for a kind that the engine does not
+    load."""
     engine_named(engine)
     if kind not in STUDENTS:  # such as ngram, which is not trained
         raise UserError(
@@ -366,7 +366,6 @@ def launch(
     names the key, for an unknown objective and for k < 1.
     """
     refuse_kind(engine, kind)
-    engine_named(engine)
     if objective not in OBJECTIVES:
         raise ValueError(f"objective={objective}: it must be one of {', '.join(OBJECTIVES)}")
     if k < 1:
@@ -377,17 +376,12 @@ def launch(
         # which does not take them from the draft's config.json
         named, option = CAPTURING[layout]
         return _tensorrt_llm(draft_path, target, k, objective, named, **{option: list(layers)})
-    return _command(engine, layout, is_parallel(kind))(draft_path, target, k, objective)
-
-
-def _command(engine: str, layout: str, parallel: bool) -> Command:
-    """Return the function that makes an engine's launch command for drafts in this layout. parallel: whether the draft
-    drafts all tokens in one pass."""
-    row = ENGINES[engine]
-    if layout in FEATURES:
-        command = FEATURES[layout][engine]
-        return partial(_vllm_features, parallel=True) if parallel and command is _vllm_features else command
-    return row.parallel if parallel and row.parallel else row.command
+    row, parallel = ENGINES[engine], is_parallel(kind)
+    plain = row.parallel if parallel and row.parallel else row.command
+    command = FEATURES[layout][engine] if layout in FEATURES else plain
+    if parallel and command is _vllm_features:
+        command = partial(_vllm_features, parallel=True)
+    return command(draft_path, target, k, objective)
 
 
 def captured(origin: Mapping[str, Any]) -> list[int]:

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.errors import UserError
 from cotrain.students.base import KINDS, student_class
-from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import Metadata, read
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.pretrained import head_of
 from inference.models.small_heads import RANK, VOCABULARY
-from inference.proposers.conditioned import KNOTS, MODULE, ConditionedNetwork, Scale
+from inference.proposers.conditioned import KNOTS, MODULE, Scale
 from inference.proposers.early_exit import final_norm
 
 BIAS = -1e4  # far below any logit, and finite in float16
@@ -123,12 +122,6 @@ def measured_elsewhere(metadata: Metadata | None, temperature: float) -> str | N
         f"Speeds, and the draft length unless k= gives it, were measured at temperature {at:g}, not at "
         f"{temperature:g}: cotrain bench regime.temperature={temperature:g} measures there."
     )
-
-
-def network_class(temperature: float | None) -> Any:
-    """Return the class that loads a draft folder. temperature: None for a plain causal LM; a number for a draft that is
-    conditioned on the temperature, and exported for this one."""
-    return CausalLM if temperature is None else ConditionedNetwork
 
 
 # --- head

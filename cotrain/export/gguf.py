@@ -10,7 +10,7 @@ neighbouring pairs of rows; transformers rotates a row of the first half with on
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,35 +113,39 @@ def write_file(
     folder. dtype: how matrices are stored, a key of `TYPES`; None for the model's dtype. Raises UserError for a model
     or a tokenizer that cannot be written.
     """
-    config = model.config
-    refuse_shape(config)
-    stored, file_type = stored_as(dtype or str(model.dtype).removeprefix("torch."))
-    architecture = ARCHITECTURES[config.model_type]
-    writer = GGUFWriter(file, MODEL_ARCH_NAMES[architecture])
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    add_sizes(writer, config)
+    refuse_shape(model.config)
+    architecture = ARCHITECTURES[model.config.model_type]
+    writer, stored = new_writer(file, MODEL_ARCH_NAMES[architecture], model, dtype)
     remarks = add_words(writer, words, model)
-    for tensor, values in tensors(model, architecture):
-        packed, kind = pack_tensor(tensor, values, stored)
-        writer.add_tensor(tensor, packed, raw_dtype=kind)
-    write_all(writer)
+    write_all(writer, tensors(model, architecture), stored)
     return remarks
 
 
-def write_all(writer: GGUFWriter) -> None:
-    """Write what was added to the writer, and close its file."""
+def new_writer(
+    file: Path, architecture: str, model: PreTrainedModel, dtype: str | None
+) -> tuple[GGUFWriter, GGMLQuantizationType]:
+    """Return a writer that has the sizes of the model, and how matrices are stored. dtype: a key of `TYPES`, or None
+    for the model's dtype; UserError for another one."""
+    dtype = dtype or str(model.dtype).removeprefix("torch.")
+    if dtype not in TYPES:
+        raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
+    stored, file_type = TYPES[dtype]
+    writer = GGUFWriter(file, architecture)
+    writer.add_file_type(file_type)
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    add_sizes(writer, model.config)
+    return writer, stored
+
+
+def write_all(writer: GGUFWriter, named: Iterable[tuple[str, np.ndarray]], stored: GGMLQuantizationType) -> None:
+    """Write what was added to the writer, and the tensors by their names, and close the file. stored: of matrices."""
+    for name, values in named:
+        packed, kind = pack_tensor(name, values, stored)
+        writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def stored_as(dtype: str) -> tuple[GGMLQuantizationType, LlamaFileType]:
-    """Return how matrices are stored, and the type of such a file. dtype: a key of `TYPES`; UserError otherwise."""
-    if dtype not in TYPES:
-        raise UserError(f"dtype={dtype}: a GGUF file has one of {', '.join(TYPES)}: set dtype= to one of them")
-    return TYPES[dtype]
 
 
 def refuse_shape(config: PretrainedConfig) -> None:
@@ -221,14 +225,14 @@ def rope_factors(frequencies: Tensor, theta: float) -> np.ndarray:
 
 
 def pack_tensor(name: str, values: np.ndarray, stored: GGMLQuantizationType) -> tuple[np.ndarray, GGMLQuantizationType]:
-    """Return a tensor's bytes as they are stored, and their type. Vectors stay in float32. A matrix whose rows are not
-    divisible into blocks is not quantised.
+    """Return a tensor's bytes as they are stored, and their type. Vectors stay in float32, and ids in int64. A matrix
+    whose rows are not divisible into blocks is not quantised.
 
     name: the tensor's name, for the error. stored: the wanted type. Raises UserError for values that float16 cannot
     represent.
     """
     if values.ndim == 1:
-        return values, GGMLQuantizationType.F32
+        return values, GGMLQuantizationType.I64 if values.dtype == np.int64 else GGMLQuantizationType.F32
     if stored is GGMLQuantizationType.Q8_0 and values.shape[-1] % BLOCK:
         stored = GGMLQuantizationType.BF16
     packed = quantize(values, stored)

@@ -12,23 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGML_QUANT_VERSION, GGUFReader, GGUFWriter
+from gguf import GGUFReader
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from cotrain.errors import UserError
-from cotrain.export.gguf import (
-    ENGINE,
-    ROUNDED,
-    add_sizes,
-    add_words,
-    pack_tensor,
-    permuted,
-    rope_factors,
-    stored_as,
-    write_all,
-)
+from cotrain.export.gguf import ENGINE, ROUNDED, add_words, new_writer, permuted, rope_factors, write_all
 from inference.drafts.published import LAYER, renamed
 from inference.models.pretrained import head_weight
 from inference.proposers.block import BlockNetwork
@@ -75,12 +65,8 @@ def write_features(
     """
     config, block = network.config, isinstance(network, BlockNetwork)
     refuse_network(network, target)
-    stored, file_type = stored_as(dtype or str(network.dtype).removeprefix("torch."))
     arch = BLOCK if block else EAGLE
-    writer = GGUFWriter(file, arch)
-    writer.add_file_type(file_type)
-    writer.add_quantization_version(GGML_QUANT_VERSION)
-    add_sizes(writer, config)
+    writer, stored = new_writer(file, arch, network, dtype)
     writer.add_array(f"{arch}.target_layers", list(config.layers))
     remarks = ROUNDED.get(dtype or "", []) + add_words(writer, words, target)
     if block:
@@ -96,13 +82,7 @@ def write_features(
     else:
         writer.add_uint32(f"{arch}.target_hidden_size", config.hidden_size)
         writer.add_bool(f"{arch}.norm_before_residual", config.norm_before_residual)
-    for name, values in tensors(network, target):
-        if values.dtype == np.int64:
-            writer.add_tensor(name, values)
-        else:
-            packed, kind = pack_tensor(name, values, stored)
-            writer.add_tensor(name, packed, raw_dtype=kind)
-    write_all(writer)
+    write_all(writer, tensors(network, target), stored)
     return remarks
 
 

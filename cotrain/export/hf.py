@@ -15,7 +15,6 @@ from cotrain.export.engines import ASSISTANT_TYPE, drafting, engine_named, refus
 from cotrain.export.fitting import (
     fold_conditioning,
     measured_elsewhere,
-    network_class,
     refuse_small_head,
     refuse_temperature,
     resize,
@@ -42,6 +41,7 @@ from inference.models.markov import remove_markov_head
 from inference.models.pretrained import auto_class
 from inference.proposers import kind_of
 from inference.proposers.base import SettingsNetwork
+from inference.proposers.conditioned import ConditionedNetwork
 from inference.report.build import validate
 
 
@@ -121,7 +121,8 @@ def prepare_draft(
     engine_named(engine)
     refuse_temperature(source, temperature)
     refuse_small_head(source)
-    model, tokenizer, original = load_draft(source, dtype, network=network_class(temperature))
+    network = CausalLM if temperature is None else ConditionedNetwork
+    model, tokenizer, original = load_draft(source, dtype, network=network)
     if model.config.is_encoder_decoder and engine != "transformers":
         raise ValueError(f"engine={engine}: it loads no drafts for encoder-decoders: set engine=transformers")
     if tokenizer is None:
@@ -130,7 +131,8 @@ def prepare_draft(
         )
     metadata = _metadata(original, k, target, objective)
     if temperature is not None:
-        model, metadata = fold_conditioning(model, temperature), _at(metadata, temperature)
+        model = fold_conditioning(model, temperature)
+        metadata = changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
     refuse_kind(engine, metadata.kind)
     report = report_of(Path(source), original)
     left_out, remarks = remove_markov_head(model), list[str]()
@@ -142,7 +144,8 @@ def prepare_draft(
     if target_config is not None:
         hashes = hash_target(target_config, target_tokenizer if target_tokenizer is not None else tokenizer)
         metadata = changed(metadata, target={**metadata.target, **hashes})
-    exported = _origin(engine, model) | ({"remarks": lost, "markov": False} if lost else {})
+    exported: dict[str, Any] = {"engine": engine, "dtype": str(model.dtype), "vocab_size": model.config.vocab_size}
+    exported |= {"remarks": lost, "markov": False} if lost else {}
     metadata = changed(metadata, origin={**metadata.origin, "export": exported})
     if original is not None and original.tree:
         remarks.append(
@@ -165,12 +168,6 @@ def _metadata(metadata: Metadata | None, k: int | None, target: str | None, obje
             raise ValueError(f"{key}=null: set {key}=, because the draft folder has no {METADATA} that names it")
         return Metadata({"name": target, "config": None, "tokenizer": None}, k, objective or "sampled")
     return metadata.exported(target, k, objective)
-
-
-def _at(metadata: Metadata, temperature: float) -> Metadata:
-    """Return the metadata of a conditioned draft after its export for one temperature: those of an independent draft at
-    this temperature."""
-    return changed(metadata, kind="independent", regime={**metadata.regime, "temperature": temperature})
 
 
 def report_of(source: Path, metadata: Metadata | None) -> Mapping[str, Any] | None:
@@ -208,10 +205,6 @@ def _fit(
     if size > old:
         remarks.append(f"Vocabulary padded from {old} to {size} rows; mass on the new ones: {mass:.1e}.")
     return remarks
-
-
-def _origin(engine: str, model: PreTrainedModel) -> dict[str, Any]:
-    return {"engine": engine, "dtype": str(model.dtype), "vocab_size": model.config.vocab_size}
 
 
 REQUIRED = (CONFIG, GENERATION, "tokenizer.json", "tokenizer_config.json")

@@ -68,8 +68,9 @@ def export(
     with new_folder(Path(output), replace=replace) as new:
         shutil.copytree(source, new, dirs_exist_ok=True, ignore=shutil.ignore_patterns(PROMPTS))
         describe(new, metadata)
-        command = launch_lookup(name.split("/")[-1] if name else str(Path(output).absolute()), str(served), metadata.k)
-        fetched = f"hf download {name} --local-dir {name.split('/')[-1]}\n" if name else ""
+        folder = name.split("/")[-1] if name else str(Path(output).absolute())
+        command = f"{FOLDER}={shlex.quote(folder)} {serve_vllm(place(str(served)), custom_class(metadata.k))}"
+        fetched = f"hf download {name} --local-dir {folder}\n" if name else ""
         (new / "README.md").write_text(
             SECTION.format(
                 target=metadata.learnt_from,
@@ -80,9 +81,3 @@ def export(
             encoding="utf-8",
         )
     return Path(output)
-
-
-def launch_lookup(draft: str, target: str, k: int) -> str:
-    """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
-    round."""
-    return f"{FOLDER}={shlex.quote(draft)} {serve_vllm(place(target), custom_class(k))}"

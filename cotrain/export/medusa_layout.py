@@ -2,7 +2,6 @@
 each head."""
 
 import json
-import shlex
 import shutil
 from dataclasses import replace as changed
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.export.engines import MARK, place
+from cotrain.export.engines import MARK, place, serve_vllm
 from cotrain.export.publishing import planned_anew, said_of, without_markov
 from inference.drafts.atomic import new_folder
 from inference.drafts.bundled_target import resolve
@@ -83,12 +82,6 @@ def export(
     return Path(output)
 
 
-def launch_medusa(draft: str, target: str, k: int) -> str:
-    """Return the launch command, for a POSIX shell. draft: the exported folder. target: hub id or path. k: drafts per
-    round."""
-    return shlex.join(["vllm", "serve", place(target), "--speculative-config", json.dumps(speculative(draft, k))])
-
-
 def speculative(draft: str, k: int) -> dict[str, Any]:
     """Return vLLM's speculative_config. draft: the exported folder. k: drafts per round."""
     return {"method": "medusa", "model": draft, "num_speculative_tokens": k}
@@ -122,15 +115,12 @@ def medusa_tensors(network: Any, target: PreTrainedModel) -> dict[str, Tensor]:
     for name in ("weight", "bias"):
         for i, blocks in enumerate(getattr(network, name).detach()):
             named |= {MEDUSA.format(i, j, name): block.clone() for j, block in enumerate(blocks)}
-    if head.bias is not None or any(_scaled(target, key) for key in SCALES):
+    theirs = target.config.get_text_config()
+    if head.bias is not None or any(getattr(theirs, key, None) not in (None, 0, 1.0) for key in SCALES):
         raise ValueError(
             f"{type(target).__name__}: vLLM's Medusa supports no bias, cap or scale of its head: use cotrain generate"
         )
     return named
-
-
-def _scaled(target: PreTrainedModel, key: str) -> bool:
-    return getattr(target.config.get_text_config(), key, None) not in (None, 0, 1.0)
 
 
 def _check_target(source: Path, trained_for: Any, served: Any) -> None:
@@ -143,5 +133,6 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
 
 
 def _card(folder: str, target: str, k: int, remarks: list[str], learnt: str) -> str:
-    command, said = f"```sh\n{launch_medusa(folder, target, k)}\n```", "\n\n".join(remarks)
-    return f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round.\n\n{command}\n\n{said}\n\n{MARK}\n"
+    command, said = serve_vllm(place(target), speculative(folder, k)), "\n\n".join(remarks)
+    head = f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round."
+    return f"{head}\n\n```sh\n{command}\n```\n\n{said}\n\n{MARK}\n"

@@ -66,20 +66,13 @@ def log_probs(logits: Tensor, temperature: Tensor) -> Tensor:
     return log_probs_at(wide(logits), 1.0 if bool((at == 1).all()) else sent(at, logits.device))
 
 
-def greedy_probs(logs: Tensor, temperature: Tensor) -> Tensor:
-    """Return `logs` (n, V) with each row of temperature 0 made one-hot at its first maximum. logs: log probabilities.
-    temperature (n,)."""
-    zero = temperature == 0
-    if not bool(zero.any()):
-        return logs
-    return torch.where(sent(zero, logs.device)[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
-
-
 def served_logs(logs: Tensor, temperature: Tensor, truncate: Truncate | None) -> Tensor:
-    """Return the log probabilities (n, V) from which the engine samples: cut, and one-hot at temperature 0. logs (n,
-    V): log probabilities at the temperature, from `log_probs`. temperature (n,). truncate: a function that sets the
-    entries cut by top-k / top-p to -inf, or None."""
-    logs = greedy_probs(logs, temperature)
+    """Return the log probabilities (n, V) from which the engine samples: cut, and one-hot at the first maximum at
+    temperature 0. logs (n, V): log probabilities at the temperature, from `log_probs`. temperature (n,). truncate: a
+    function that sets the entries cut by top-k / top-p to -inf, or None."""
+    zero = temperature == 0
+    if bool(zero.any()):
+        logs = torch.where(sent(zero, logs.device)[:, None], one_hot(logs.argmax(-1), logs).log(), logs)
     return logs if truncate is None else torch.log_softmax(truncate(logs), -1)
 
 

@@ -5,7 +5,7 @@ states.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ class Guess:
     at: Tensor
     states: Tensor
     head: Callable[[Tensor], Tensor]
-    parameters: tuple[Tensor, ...] = field(default=())
+    parameters: tuple[Tensor, ...] = ()
     share: float = 1.0
     pruned: Pruned | None = None
 

@@ -44,4 +44,3 @@ REMOVED_LOSSES = {
     "length": "calls",
     "length_block": "calls_block",
 }  # with what to use instead
-REMOVED_LOSSES = {name: instead for name, instead in REMOVED_LOSSES.items() if name not in LOSSES}  # a new row's name

@@ -87,16 +87,16 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 def _weight_and_name(text: str, key: str) -> tuple[float, str]:
-    weight, _, name = text.strip().rpartition("*")
-    if name.strip() in REMOVED_LOSSES:
-        raise ValueError(f"{key}: {name.strip()} was removed: use {REMOVED_LOSSES[name.strip()]}")
-    if name.strip() not in LOSSES:
-        raise ValueError(f"{key}: {name.strip()!r} is not one of {', '.join(LOSSES)}")
+    weight, _, name = (part.strip() for part in text.strip().rpartition("*"))
+    if name not in LOSSES:
+        if name in REMOVED_LOSSES:
+            raise ValueError(f"{key}: {name} was removed: use {REMOVED_LOSSES[name]}")
+        raise ValueError(f"{key}: {name!r} is not one of {', '.join(LOSSES)}")
     try:
-        return (float(weight) if weight.strip() else 1.0), name.strip()
+        return (float(weight) if weight else 1.0), name
     except ValueError:
         raise ValueError(
-            f"{key}: the weight {weight.strip()!r} in {text.strip()!r} is not a number: write it as in 0.5*kl"
+            f"{key}: the weight {weight!r} in {text.strip()!r} is not a number: write it as in 0.5*kl"
         ) from None
 
 

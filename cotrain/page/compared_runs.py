@@ -15,7 +15,6 @@ from cotrain.page.rendering import (
     Section,
     Series,
     drawn,
-    escaped,
     html_table,
     interval,
     joined,
@@ -120,10 +119,7 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
     for run in judged:
         labels[f"{run.name} ({run.number + 1})"].append(run.documents["held_out"])
     baseline = next(iter(labels))
-    try:
-        gains, absent = compare(dict(labels), baseline), left_out(dict(labels), baseline)
-    except KeyError as error:
-        return Markup('<p class="note">No paired gains: {}.</p>').format(escaped(error))
+    gains, absent = compare(dict(labels), baseline), left_out(dict(labels), baseline)
     notes = (Markup('<p class="note">No paired gains of {}: {}.</p>').format(*one) for one in absent.items())
     rows: list[list[object]] = [_row(gain) for gain in gains if gain.label != baseline]
     head: list[object] = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]

@@ -6,7 +6,7 @@ It begins with a summary (speed-up, acceptance, exactness). A section without fi
 from collections.abc import Callable, Sequence
 from math import nan
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from markupsafe import Markup
 
@@ -26,28 +26,17 @@ GENERATOR, PAGE = "cotrain report", "report.html"
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 
 
-class Titled(Protocol):
-    """The subject of a page: a run or a plan. partial: whether it has not ended, so that its figures may still
-    change."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def partial(self) -> bool: ...
-
-
 def page(runs: Sequence[LoadedRun]) -> str:
     """Return the HTML document about one or several runs."""
     sections = [Section(name, title, by_run(runs, parts), lacking) for name, title, lacking, parts in SECTIONS]
     sections = [first_screen(runs), comparison_section(runs), *sections]
-    return document([(run, run_headline(run)) for run in runs], sections, GENERATOR)
+    return document([(run.name, run.partial, run_headline(run)) for run in runs], sections, GENERATOR)
 
 
-def document(headlines: Sequence[tuple[Titled, object]], sections: Sequence[Section], generator: str) -> str:
+def document(headlines: Sequence[tuple[str, bool, object]], sections: Sequence[Section], generator: str) -> str:
     """Return an HTML document. Charts need its scripts, but all numbers are also in the document as text. headlines:
-    pairs of a run or plan, and its result in one line. sections: in order. generator: the command that writes the page,
-    for the HTML head."""
+    the name of each run or plan, whether its figures may still change, and its result in one line. sections: in order.
+    generator: the command that writes the page, for the HTML head."""
     return str(
         render(
             "page.html",

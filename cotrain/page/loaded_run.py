@@ -15,7 +15,7 @@ from cotrain.run_folder import MARKER, read_marker
 from inference.drafts.draft_folder import read
 from inference.report.build import validate
 from inference.report.replay import FILE as REPLAY
-from inference.report.replay import validate_replay as validate_replay
+from inference.report.replay import validate_replay
 
 REPORT = "report.json"
 Curve = list[tuple[int, float]]  # (step, value), steps ascending

@@ -10,7 +10,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +149,7 @@ class Chart:
     log: str = ""
     tabled: bool = True
     spec: str = ".3f"
-    range: Sequence[float] = field(default=())
+    range: Sequence[float] = ()
 
     def rows(self) -> tuple[list[object], list[list[object]]]:
         """Return the head and the rows of the table of all numbers, with a row for each x and a column for each

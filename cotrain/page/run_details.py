@@ -29,10 +29,10 @@ PARTS = (
 def differences_section(run: LoadedRun) -> Markup | None:
     """Return how the total variation is distributed over positions, and the contexts in which it is largest. Return
     None if the report has no such figures."""
-    divergence = run.get("report", "extra", "divergence")
+    base = ("report", "extra", "divergence")
+    divergence = run.get(*base)
     if not divergence or not divergence["positions"]:
         return None
-    base = ("report", "extra", "divergence")
     values = run.all(*base, "lorenz")
     shares = [i / (len(values) - 1) for i in range(len(values))]
     alike = [Number(share, run.number) for share in shares]

@@ -175,8 +175,10 @@ def forecast_table(drafts: Sequence[Drafted]) -> str:
             rows.append([one.path, f"{t:g}", str(count), *_columns(cell)])
             lines += [f"{one.path}, temperature {t:g}, {count} rows: {line}" for line in forecast_remarks(cell)]
         for t, rates in one.acceptance.items():
-            domains = rates.by_depth.get("domains", {})
-            lines += [f"{one.path}, temperature {t:g}: {line}" for line in domain_line(domains)]
+            by_domain = rates.by_depth.get("domains", {}).items()
+            if by_domain:
+                domains = ", ".join(f"{name} {each['alpha']:.2f}" for name, each in by_domain)
+                lines.append(f"{one.path}, temperature {t:g}: acceptance by domain: {domains}")
             stop = stops_paying({count: cell for (at, count), cell in one.cells.items() if at == t})
             if stop:
                 lines.append(f"{one.path}, temperature {t:g}: no draft length pays from {stop} rows on")
@@ -185,13 +187,6 @@ def forecast_table(drafts: Sequence[Drafted]) -> str:
         "prompt that waits takes the place of each row that ends; if none waits, see the column `batch alone`"
     )
     return "\n".join([aligned(rows, left=1), *lines])
-
-
-def domain_line(domains: Mapping[str, Any]) -> list[str]:
-    """Return a list with a line for the user about the acceptance in each domain; [] if domains are not known. domains:
-    the figures of each domain, from `drafted.by_domain`."""
-    parts = ", ".join(f"{name} {one['alpha']:.2f}" for name, one in domains.items())
-    return [f"acceptance by domain: {parts}"] if parts else []
 
 
 def _columns(cell: Forecast) -> list[str]:

@@ -1,7 +1,6 @@
 """The page of a plan: the recommendation, speed-up by draft length, and acceptance by depth."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,6 @@ from cotrain.planning.forecast import SIGMAS
 from cotrain.planning.timed import arms_of
 
 GENERATOR, PAGE = "cotrain plan", "plan.html"
-
-
-@dataclass(frozen=True)
-class Planned:
-    """The subject of the page's heading. name: the recommended draft's name. partial: whether figures may still change,
-    which is never so for a plan."""
-
-    name: str
-    partial: bool = False
 
 
 def plan_page(plan: Mapping[str, Any]) -> str:
@@ -43,7 +33,7 @@ def plan_page(plan: Mapping[str, Any]) -> str:
             "nothing was timed: cotrain plan measure=true",
         ),
     ]
-    return document([(Planned(names[best]), _headline(cells, best))], sections, GENERATOR)
+    return document([(names[best], False, _headline(cells, best))], sections, GENERATOR)
 
 
 def _names(paths: Sequence[str]) -> dict[str, str]:

@@ -118,7 +118,9 @@ class Remote:
         The answer is encoded together with the prompt, since some tokenizers begin a text with a space."""
         before = self._asked(prompt) or ""
         whole = list(self.tokenizer(before + one.text)["input_ids"])
-        ids = whole[len(prompt) :] if whole[: len(prompt)] == prompt else self._encoded(one.text)
+        ids = whole[len(prompt) :]
+        if whole[: len(prompt)] != prompt:
+            ids = list(self.tokenizer(one.text, add_special_tokens=False)["input_ids"])
         if "\ufffd" in one.text or self._text(prompt + ids) != self._text(prompt) + one.text:
             return []
         if one.finish == "stop" and not (ids and ids[-1] in self.ends):
@@ -127,9 +129,6 @@ class Remote:
             end = next((token for token in likely if token in self.ends), default) if one.end is None else one.end
             ids += [] if end is None else [end]
         return ids[:new_tokens]
-
-    def _encoded(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))

@@ -7,7 +7,6 @@ beginning is a prompt. Prompts that pass the filters are written as rows of JSON
 split by a hash, rendered by the template.
 """
 
-import hashlib
 import json
 import math
 from collections import Counter
@@ -25,6 +24,7 @@ from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import start_token
 from cotrain.data.rows import Message, Reader
 from cotrain.data.splits import PERCENT, SPLITS, splits_of
+from cotrain.data.texts import short_hash
 from cotrain.errors import UserError
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
@@ -183,8 +183,7 @@ class SelfPrompts:
 
     @property
     def _partial(self) -> Path:
-        digest = hashlib.blake2b(json.dumps(self._origin(), sort_keys=True).encode(), digest_size=6).hexdigest()
-        return self.folder / f"{NAME}.{digest}.partial.jsonl"
+        return self.folder / f"{NAME}.{short_hash(self._origin())}.partial.jsonl"
 
     def _origin(self) -> dict[str, Any]:
         turns = openings(self.template)

@@ -2,7 +2,6 @@
 completions in the user's logs."""
 
 import glob
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.data.fingerprints import identity, said_differences
 from cotrain.data.prompt_rows import PromptRows, Row
-from cotrain.data.texts import NO_ID, Texts
+from cotrain.data.texts import NO_ID, Texts, short_hash
 from cotrain.errors import UserError, first_line
 from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
@@ -157,7 +156,7 @@ class Sampled:
             read_rows(path)  # which says if it is broken
             print(f"{beside(path, 'parquet')} has these texts already: nothing is sampled")
             return path
-        partial = beside(path, f"{_digest(wanted)}.partial.jsonl")  # of this very set
+        partial = beside(path, f"{short_hash(wanted)}.partial.jsonl")  # of this very set
         asked = prompts(self.ask.texts[kind], self.ask.prompt_tokens, self.seed)
         if keep and len(asked) < self.ask.texts[kind]:  # a training says it before it begins
             print(
@@ -167,7 +166,7 @@ class Sampled:
         # a time limit may end the sampling: some of each domain come first
         order = _in_turn([domain for domain, _ in asked]) if self.minutes else range(len(asked))
         rows = samplers.collect(
-            self._sampler(),
+            self.by() if self.by else samplers.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows)),
             [asked[i] for i in order],
             sampling,
             self.ask.new_tokens,
@@ -216,18 +215,12 @@ class Sampled:
         """Return the setting that names the server, for messages."""
         return "teacher.url" if self.server == "teacher.url" else "rollout.url"
 
-    def _sampler(self) -> samplers.Sampler:
-        return self.by() if self.by else samplers.Own(Engine(self.target, tokenizer=self.tokenizer, rows=self.rows))
-
-    def _target(self) -> Mapping[str, Any]:
-        return self.identity or identity(self.target, self.tokenizer)
-
     def _manifest(self, kind: str, sampling: Sampling) -> dict[str, object]:
         manifest = (
             {
                 "kind": kind,
                 "regime": regime(sampling),
-                "target": self._target(),
+                "target": self.identity or identity(self.target, self.tokenizer),
                 "seed": self.seed,
                 "source": self.source[kind],
                 "texts": self.ask.texts[kind],
@@ -274,10 +267,6 @@ def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the entries of a manifest that say how the set was sampled, without those about its results. None if
     `manifest` is None."""
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
-
-
-def _digest(manifest: dict[str, object]) -> str:
-    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def regime(sampling: Sampling) -> dict[str, float]:

@@ -190,10 +190,8 @@ class EagleStudent(Student):
     def after_tokens(self, guesses: list[Guess], ids: Tensor) -> list[Guess]:
         """Return the guesses with the Markov head's term added to their logits; the same guesses if the network has no
         Markov head. The term depends on the token before the guess, which is read from the texts ids (B, T)."""
-        markov = self.network.markov_head
-        if markov is None:
-            return guesses
-        return after_tokens(guesses, ids, markov, lambda logits: self.network.spread(logits, self.vocabulary))
+        network, vocabulary = self.network, self.vocabulary
+        return after_tokens(guesses, ids, network.markov_head, lambda logits: network.spread(logits, vocabulary))
 
     def head(self, states: Tensor) -> Tensor:
         return self.network.head(states, self.vocabulary)
@@ -261,15 +259,11 @@ class RoundAttention:
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            self.cache.append((self._repeat(k), self._repeat(v)))
+            k, v = (part.repeat_interleave(self.groups, 1) for part in (k, v))  # for the query heads of each group
+            self.cache.append((k, v))
             return self._attended(q * self.scale, depth, sees).transpose(1, 2).flatten(2)
 
         return attend
-
-    def _repeat(self, part: Tensor) -> Tensor:
-        """Return keys or values (B, key heads, n, D) as (B, heads, n, D): each head is repeated for the query heads of
-        its group."""
-        return part.repeat_interleave(self.groups, 1)
 
     def _attended(self, q: Tensor, depth: int, sees: Tensor) -> Tensor:
         """Return the attention output (B, heads, n, D) of queries q (B, heads, n, D) at a depth (0-based). The softmax

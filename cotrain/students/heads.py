@@ -79,10 +79,7 @@ class MedusaStudent(Student):
         for depth, of_depth in enumerate(states):
             at, inside = places(ids, text, depth + 1)
             guesses.append(Guess(depth, at, chosen(of_depth[:, : T - 1 - depth], inside), self.head))
-        markov = self.network.markov_head
-        if markov is None:
-            return guesses
-        return after_tokens(guesses, ids, markov, lambda logits: logits[..., : self.vocabulary])
+        return after_tokens(guesses, ids, self.network.markov_head, lambda logits: logits[..., : self.vocabulary])
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """Return, for each depth (0-based), the states (B, R, D) that the target's output head reads, one row per

@@ -19,7 +19,6 @@ from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -39,7 +38,7 @@ from cotrain.teacher.target_model import ENCODER, halves, keeps_apart, split, un
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.draft_folder import read
 from inference.drafts.published import Published, imported, published
-from inference.drafts.weight_files import CONFIG, require_finite, require_sound, weight_files
+from inference.drafts.weight_files import CONFIG, differing, require_finite, require_sound, shapes_of, weight_files
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
 from inference.models.markov import remove_markov_head
 from inference.models.pretrained import (
@@ -57,7 +56,6 @@ from inference.models.small_heads import RANK, VOCABULARY, SmallHead, is_small, 
 from inference.proposers import kind_of
 
 ROPES = ("default", "linear", "dynamic", "llama3", "yarn")  # rotary settings that fit any head size
-Shapes = Mapping[str, tuple[int, ...]]  # the name of each tensor -> its shape
 HEAD = ("head_rank", "vocabulary")  # settings of a small head
 LAYERS = (("num_layers", "num_decoder_layers"), ("encoder_layers", "decoder_layers"))  # config keys: of T5, of BART
 # transformers' caches have as many layers as this key says, and for T5 without it as many as the encoder has
@@ -93,7 +91,7 @@ class IndependentStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network before training. Raises ValueError, which names the key to change."""
         if init.kind == "scratch":
-            network = scratch(target, *_sizes(draft))
+            network = scratch(target, **_sizes(draft))
         elif init.kind == "target_layers":
             network = from_layers(target, init.layers, draft.encoder_layers)
         else:
@@ -162,9 +160,8 @@ class IndependentStudent(Student):
         return Guess.everywhere(states, self.head, parameters, depth, self.pruned)
 
 
-def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
-    """Return the sizes in draft.* as (width, layers, intermediate, head_dim, kv_heads), the arguments of `scratch`.
-    Raises ValueError for a size that is null."""
+def _sizes(draft: Draft) -> dict[str, int]:
+    """Return the sizes in draft.*, keyed as the arguments of `scratch`. Raises ValueError for a size that is null."""
     sizes = {key: getattr(draft, key) for key in SHAPE}
     for key, size in sizes.items():
         if size is None:
@@ -172,8 +169,7 @@ def _sizes(draft: Draft) -> tuple[int, int, int, int, int]:
                 f"draft.{key}=null: a draft with random weights needs a number, for example "
                 f"draft.{key}={type(draft).model_fields[key].default}"
             )
-    width, layers, intermediate, head_dim, kv_heads = sizes.values()
-    return width, layers, intermediate, head_dim, kv_heads
+    return sizes
 
 
 def scratch(
@@ -521,32 +517,10 @@ def _load(student: type[Student], network_class: Any, path: Path, device: torch.
         network: PreTrainedModel = network_class(config)
     metadata, files = read(path).metadata, weight_files(path)
     optional = frozenset() if metadata is not None and metadata.kind == student.kind else student.fresh
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    if problems := differing(shapes, shapes_of(files), optional):
+    if problems := differing(network, shapes_of(files), optional, COPIES):
         raise ValueError(f"draft.path={path}: {'; '.join(problems)}")
     if device.type != "meta":
         for file in files:
-            network.load_state_dict({n: t for n, t in load_file(file).items() if n in shapes}, strict=False)
+            network.load_state_dict(load_file(file), strict=False)
         require_finite(network, f"draft.path={path}")
     return network
-
-
-def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors in safetensors files, keyed by name. Only the headers of the files are read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
-    return shapes
-
-
-def differing(expected: Shapes, stored: Shapes, optional: frozenset[str]) -> list[str]:
-    """Return one sentence for each tensor whose name or shape differs. expected: the network's shapes by name. stored:
-    the folder's shapes by name. optional: names of tensors that may be missing in the folder."""
-    missing, superfluous = set(expected) - set(stored) - optional, set(stored) - set(expected) - COPIES
-    problems = [f"tensor {name} is missing" for name in sorted(missing)]
-    problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]
-    for name in sorted(set(expected) & set(stored)):
-        if expected[name] != stored[name]:
-            problems.append(f"tensor {name} has shape {stored[name]}, config.json says {expected[name]}")
-    return problems

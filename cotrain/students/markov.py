@@ -5,7 +5,7 @@ The states of such a guess are joined with that token's row in the Markov head's
 both. B texts, T tokens, N guesses, n some of them, V vocabulary, Vd tokens of the Markov head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,12 +17,14 @@ from inference.models.markov import MarkovHead
 Columns = Callable[[Tensor], Tensor]  # states or logits (n, ...) -> logits (n, columns)
 
 
-def after_tokens(guesses: Sequence[Guess], ids: Tensor, markov: MarkovHead, spread: Columns) -> list[Guess]:
-    """Return the guesses with the Markov head's term added to their logits.
+def after_tokens(guesses: list[Guess], ids: Tensor, markov: MarkovHead | None, spread: Columns) -> list[Guess]:
+    """Return the guesses with the Markov head's term added to their logits; the same guesses without a Markov head.
 
     ids (B, T): the texts, on the CPU. A guess at position t reads token t, as if all earlier drafts of the round had
     been accepted. spread: a function from the term (n, Vd) of the Markov head to logits (n, V).
     """
+    if markov is None:
+        return guesses
 
     def joined(guess: Guess) -> Guess:
         states, width = guess.states, guess.states.shape[-1]

@@ -98,7 +98,7 @@ class ParallelStudent(IndependentStudent):
         """
         ids, position_ids, u = batch["ids"], batch.get("position_ids"), batch.get("uniforms")
         length = ids.shape[1]
-        masks = masks_after(starts(batch), length, self.depths, None if u is None else u[0], KEEP)
+        masks = masks_after(starts(batch), length, self.depths, None if u is None else u[0])
         texts = None if position_ids is None else segments(position_ids)
         states = self._states(ids, position_ids, masks)
         guesses = [self.everywhere(states[:, :length], depth=0)]
@@ -107,11 +107,8 @@ class ParallelStudent(IndependentStudent):
             of_depth = chosen(states[:, length:], of_masks)
             share = 1.0 if u is None else KEEP**depth
             guesses.append(replace(guesses[0], depth=depth, at=at, states=of_depth, share=share))
-        markov = markov_of(self.network)
-        if markov is None:
-            return guesses
         size = self.vocabulary or self.network.config.get_text_config().vocab_size
-        return after_tokens(guesses, ids, markov, spread_of(self.network, size))
+        return after_tokens(guesses, ids, markov_of(self.network), spread_of(self.network, size))
 
     def _states(self, ids: Tensor, position_ids: Tensor | None, masks: "Masks") -> Tensor:
         """Return the states (B, T + M, H) of the text's tokens, then of the mask tokens. ids (B, T). position_ids (B,
@@ -185,8 +182,7 @@ class PEagleStudent(EagleStudent):
         """
         ids, u, depths = batch["ids"], batch.get("uniforms"), self.network.config.depths
         rounds = EagleRounds(ids, batch.get("position_ids"), self.network.device)
-        uniforms = None if u is None else u[0, 1:]
-        masks = masks_after(starts(batch, 1), ids.shape[1] - 1, depths, uniforms, KEEP)
+        masks = masks_after(starts(batch, 1), ids.shape[1] - 1, depths, None if u is None else u[0, 1:])
         states = self._states(ids, seen, rounds, masks)
         head = (self.head, tuple(self.network.lm_head.parameters()))
         at, inside = places(ids, rounds.packed, 1)
@@ -270,18 +266,18 @@ class Masks(NamedTuple):
         return self.start + self.depth
 
 
-def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None, keep: float = 1.0) -> Masks:
+def masks_after(starts: Tensor, length: int, depths: int, u: Tensor | None = None) -> Masks:
     """Return mask tokens at depths 1 .. depths - 1 after each start, in order of depth, up to the end of a text of
     `length` tokens.
 
     starts (S,): positions. depths: the number of depths, with depth 0, which has no mask token. u (length,): a uniform
-    for each position, or None to keep all mask tokens. A start has a mask token of depth j only if its u < keep ** j,
+    for each position, or None to keep all mask tokens. A start has a mask token of depth j only if its u < KEEP ** j,
     so it then also has those of lower depths.
     """
     by_depth = []
     for depth in range(1, depths):
         here = starts[starts + depth < length]
-        by_depth.append(here if u is None else here[u[here] < keep**depth])
+        by_depth.append(here if u is None else here[u[here] < KEEP**depth])
     each = torch.arange(1, depths).repeat_interleave(torch.tensor([len(here) for here in by_depth], dtype=torch.int64))
     return Masks(torch.cat([starts[:0], *by_depth]), each)
 

@@ -20,9 +20,9 @@ from cotrain.errors import UserError
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from cotrain.teacher.servers import Servers, servers_at
-from cotrain.teacher.target_model import Head, Reader, Record, require_whole
+from cotrain.teacher.target_model import Head, Reader, Record, halves, in_own_precision, require_whole
 from inference.models.passes import LAST
-from inference.models.pretrained import auto_class, head_of, layers_of, widened
+from inference.models.pretrained import auto_class, layers_of, widened
 
 COMPARED = 8  # texts that are compared with the servers' own log-probabilities
 FAR = 0.02  # mean difference of probabilities of a server that has another target, or another dtype than its files
@@ -164,14 +164,8 @@ def served_elsewhere(
     urls: the servers. target: a model that `load_ends` loaded. vocabulary: the number of ids that can have mass.
     layers: the layers to read besides LAST. Raises ValueError for a layer that the target does not have.
     """
-    asked = asked_layers(target, layers)
-    head = head_of(target)
-
-    def logits(states: Tensor) -> Tensor:
-        with torch.autocast(target.device.type, enabled=False):
-            return head(states)[..., :vocabulary]
-
-    return ServerReader(servers_at(urls, asked), target, layers), logits
+    reader = ServerReader(servers_at(urls, asked_layers(target, layers)), target, layers)
+    return reader, in_own_precision(target, halves(target, vocabulary)[1])
 
 
 @torch.no_grad()

@@ -179,22 +179,22 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
     """Return a model's tokenizer, without reading its weights. path: a folder, a hub id, or "bundled" for the target
     that ships with this package. key: the setting that names the model, for messages. Raises ValueError or OSError,
     which names the key or file, for a missing model or tokenizer."""
-    folder = resolve(path, key)
-    if Path(folder).is_dir():
+    name = resolve(path, key)
+    folder = Path(name)
+    if folder.is_dir():
         try:
-            if (Path(folder) / CONFIG).is_file():
-                read_json(Path(folder) / CONFIG)
-            tokenizer = load_tokenizer(Path(folder), trust_remote_code)
+            if (folder / CONFIG).is_file():
+                read_json(folder / CONFIG)
+            tokenizer = load_tokenizer(folder, trust_remote_code)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        if not (Path(folder) / CONFIG).is_file():
+        if not (folder / CONFIG).is_file():
             adapter = "; an adapter is named by target.adapter=, and its model by target.path="
             raise ValueError(
-                f"{key}: {path} is not a model folder: it has no {CONFIG}"
-                f"{adapter * (Path(folder) / ADAPTER[0]).is_file()}"
+                f"{key}: {path} is not a model folder: it has no {CONFIG}{adapter * (folder / ADAPTER[0]).is_file()}"
             )
     else:
-        tokenizer = _hub_tokenizer(folder, trust_remote_code, key)
+        tokenizer = _hub_tokenizer(name, trust_remote_code, key)
     if tokenizer is None:
         raise ValueError(
             f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json): copy the model's into it"
@@ -385,10 +385,12 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
             layer: part if layer == ENCODER else pad(part, (0, 0, 0, T - columns)) for layer, part in record.items()
         }
 
-    return states, _in_own_precision(model, head)
+    return states, in_own_precision(model, head)
 
 
-def _in_own_precision(model: PreTrainedModel, head: Head) -> Head:
+def in_own_precision(model: PreTrainedModel, head: Head) -> Head:
+    """Return the model's head as a function that computes in the model's precision, even in mixed precision."""
+
     def logits(states: Tensor) -> Tensor:
         with torch.autocast(model.device.type, enabled=False):
             return head(states)
@@ -402,7 +404,7 @@ def part_of_head(model: PreTrainedModel) -> Callable[[Tensor], Head] | None:
     head: Any = model.get_output_embeddings()
     if type(head) is not torch.nn.Linear or head.weight.is_meta:
         return None
-    return lambda ids: _in_own_precision(model, head_of(model, ids))
+    return lambda ids: in_own_precision(model, head_of(model, ids))
 
 
 def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:

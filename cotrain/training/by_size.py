@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from cotrain.config.drafts import DRAFTS, Draft, EagleDraft, IndependentDraft
-from cotrain.config.groups import OF_PATH, ServedTarget, Trainer
+from cotrain.config.groups import OF_PATH, ServedTarget
 from cotrain.config.settings import RolloutConfig, TeacherConfig, TrainConfig
 from cotrain.students.base import student_class
 from cotrain.students.eagle import sizes_of
@@ -79,7 +79,7 @@ def follow_target(
         own_width = cfg.init.kind == "scratch" and cfg.draft.width is not None
         if whole_layers and not own_width:
             values["optimizer.lr"] = row.lr  # small layers, heads and low-rank changes learn at the default
-        values["trainer.batch"] = row.batch * _processes(cfg.trainer)
+        values["trainer.batch"] = row.batch * cfg.trainer.processes
     if isinstance(cfg, TrainConfig | RolloutConfig):
         values["rollout.texts"] = row.texts
     for key, value in values.items():
@@ -101,10 +101,6 @@ def _outline(target: ServedTarget) -> PreTrainedModel:
     with building(Path(folder)), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
         return cast(PreTrainedModel, auto_class(config).from_config(config, trust_remote_code=code))
-
-
-def _processes(trainer: Trainer) -> int:
-    return trainer.devices * trainer.nodes
 
 
 def _kind(

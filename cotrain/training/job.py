@@ -45,7 +45,7 @@ from inference.drafts.compatibility import hash_weights
 from inference.measure.costs import RealRound
 from inference.models.pretrained import length_of
 from inference.policy import Fixed
-from inference.request import ends_of
+from inference.request import ends_of, vocabulary_of
 from inference.servers.openai_client import Client
 
 TEACHER = "teacher.url"  # in the manifest of texts: the servers' addresses may change
@@ -96,8 +96,7 @@ class Job:
     def vocabulary(self) -> int:
         """Return the number of ids that can have mass, in training and in serving. Rows of the head after the
         tokenizer's last id are padding."""
-        size: int = self.target.config.get_text_config().vocab_size
-        return min(size, 1 + max(self.tokenizer.get_vocab().values()))
+        return vocabulary_of(self.target, self.tokenizer)
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -227,7 +227,7 @@ def refuse_training(cfg: TrainConfig) -> None:
     """Raise ValueError, which names the keys, for wrong training settings: numbers out of range, a batch that the
     processes cannot share equally, or both quantised and sharded weights."""
     trainer, kind = cfg.trainer, cfg.draft.quantisation
-    world = trainer.devices * trainer.nodes
+    world = trainer.processes
     refuse_fractions(cfg.optimizer.warmup, cfg.optimizer.decay, trainer.steps)
     refuse_minutes(cfg)
     if trainer.batch % world:

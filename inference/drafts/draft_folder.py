@@ -41,6 +41,7 @@ from inference.drafts.weight_files import (
     read_json,
     require_finite,
     weight_files,
+    wrong_keys,
 )
 from inference.models.quantisation import QUANTISATIONS
 from inference.sampling.parameters import Sampling
@@ -51,7 +52,15 @@ FORMAT = 1
 METADATA, REPORT, GENERATION = "cotrain.json", "report.json", "generation_config.json"
 PROMPTS = "prompts.jsonl"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
-BEGINNINGS = ("decoder_start_token_id", "forced_bos_token_id", "forced_decoder_ids")  # of encoder-decoders
+# the ids that begin, end and pad texts; the last three are of encoder-decoders
+IDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_decoder_ids",
+)
 OBJECTIVES = ("sampled", "greedy")
 LATER = {"tree", "served"}  # keys that older folders of this format lack
 
@@ -349,10 +358,7 @@ def _generation(model: PreTrainedModel, k: int) -> GenerationConfig:
     end tokens are the model's own."""
     own = model.generation_config.to_dict()
     return GenerationConfig(
-        **{key: own[key] for key in BEGINNINGS if own.get(key) is not None},
-        bos_token_id=model.generation_config.bos_token_id,
-        eos_token_id=model.generation_config.eos_token_id,
-        pad_token_id=model.generation_config.pad_token_id,
+        **{key: own[key] for key in IDS if own.get(key) is not None},
         num_assistant_tokens=k,
         num_assistant_tokens_schedule="constant",
         assistant_confidence_threshold=0.0,
@@ -409,11 +415,8 @@ def _metadata(file: Path) -> Metadata:
                 f"format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}: make the folder "
                 "again with this version, or use the version that wrote it"
             )
-        if odd := (set(values) ^ names) - (LATER - set(values)):
-            raise ValueError(
-                f"keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys unknown: "
-                f"{', '.join(sorted(odd & set(values))) or 'none'}: use the file that cotrain wrote"
-            )
+        if wrong := wrong_keys(values, names, LATER):
+            raise ValueError(f"{wrong}: use the file that cotrain wrote")
         values = {"origin" if key == "made" else key: value for key, value in values.items()}
         served = values["served"] if "served" in values else _served_before(values, file.with_name(REPORT))
         read = Metadata(**values | {"tree": PlannedTree.read(values.get("tree")), "served": ServedAs.read(served)})
@@ -503,8 +506,12 @@ def load_draft(
     trained_for = draft.metadata.target if draft.metadata else None
     _same_tokenizer(str(draft.path), tokenizer, trained_for)
     _same_tokenizer(str(draft.path), tokenizer, target)
-    if target and trained_for:
-        _same_shape(draft.path / METADATA, trained_for, target)
+    if target and trained_for and trained_for["config"] not in (None, target["config"]):
+        warnings.warn(
+            f"{draft.path / METADATA}: the draft was trained for a target of another shape, {trained_for['name']}: "
+            "text stays exact, but acceptance may be low; train a draft for this target to raise it",
+            stacklevel=2,
+        )
     return loaded, tokenizer, draft.metadata
 
 
@@ -557,13 +564,4 @@ def _same_tokenizer(
             f"{where}: its tokenizer is not the target's (vocabulary and special ids have the hash {own[:12]}, the "
             f"target's {target['tokenizer'][:12]}), but a draft must use the target's token ids: give the target that "
             "it was made for"
-        )
-
-
-def _same_shape(file: Path, trained_for: Mapping[str, str | None], target: Mapping[str, str | None]) -> None:
-    if trained_for["config"] not in (None, target["config"]):
-        warnings.warn(
-            f"{file}: the draft was trained for a target of another shape, {trained_for['name']}: text stays "
-            "exact, but acceptance may be low; train a draft for this target to raise it",
-            stacklevel=3,
         )

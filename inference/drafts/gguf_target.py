@@ -12,8 +12,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,7 +94,9 @@ def dequantised(file: Path, key: str = "target.path") -> Path:
 def _dequantised(file: Path, size: int, changed: int, root: str, key: str) -> Path:
     digest = sha256(file)
     folder = Path(root) / f"{file.stem}-{digest[:16]}"
-    with _alone(folder):
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait
         if not _intact(folder, digest):
             print(f"dequantising {file.name} to bfloat16, this once, into {folder}", file=sys.stderr)
             with new_folder(folder, replace=True) as new:
@@ -169,15 +170,6 @@ def _cut(tokenizer: Any, name: str | None, file: Path) -> None:
     core = tokenizer.backend_tokenizer
     core.pre_tokenizer = pre_tokenizers.Sequence([make[kind](value) for kind, value in steps])
     core.model.ignore_merges = name == WHOLE_WORDS
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Within the `with` block, prevent other processes from checking or writing the folder."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _intact(folder: Path, digest: str) -> bool:

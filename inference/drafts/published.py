@@ -19,7 +19,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from inference.drafts.weight_files import CONFIG, WEIGHTS, building, read_json, require_sound, weight_files
+from inference.drafts.weight_files import (
+    CONFIG,
+    WEIGHTS,
+    building,
+    differing,
+    read_json,
+    require_sound,
+    weight_files,
+)
 from inference.models.pretrained import layers_of
 from inference.models.small_heads import refuse_ids
 
@@ -195,15 +203,7 @@ def imported(
         raise ValueError(f"{draft.path / CONFIG}: {draft.title} cannot be read from it: {error}") from error
     with building(draft.path, network_class), torch.device("meta"):
         network: PreTrainedModel = network_class(network_class.config_class(**ours.config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    problems = [f"tensor {name} is missing" for name in sorted(shapes.keys() - ours.tensors.keys())]
-    problems += [
-        f"tensor {name} does not belong to a {draft.kind} draft" for name in sorted(ours.tensors.keys() - shapes.keys())
-    ]
-    for name in sorted(shapes.keys() & ours.tensors.keys()):
-        if (own := tuple(ours.tensors[name].shape)) != shapes[name]:
-            problems.append(f"tensor {name} has shape {own}, {CONFIG} says {shapes[name]}")
-    if problems:
+    if problems := differing(network, {name: tuple(tensor.shape) for name, tensor in ours.tensors.items()}):
         raise ValueError(f"{draft.path}: {draft.title} that cannot be read here: {'; '.join(problems)}")
     own_dtype = next(tensor.dtype for tensor in ours.tensors.values() if tensor.is_floating_point())
     if target.device.type != "meta":
@@ -431,7 +431,7 @@ def _medusa(draft: Published, tensors: dict[str, Tensor], target: PreTrainedMode
     """Convert Medusa heads. Their logits come from the target's head here, so heads with another one are an error."""
     values, vllm = draft.values, "medusa_num_heads" not in draft.values
     keys = ("num_heads", "num_hidden_layers") if vllm else ("medusa_num_heads", "medusa_num_layers")
-    heads, blocks = (int(values.get(key) or default) for key, default in zip(keys, (1, 1), strict=True))
+    heads, blocks = (int(values.get(key) or 1) for key in keys)
     text = target.config.get_text_config()
     if vllm:
         draft.refuse_keys(values, {"truncated_vocab_size": values.get("vocab_size")})

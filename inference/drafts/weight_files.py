@@ -2,7 +2,7 @@
 that config.json states. The ids of a pruned head must be ids of the target."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{file} must hold a JSON object, not a {type(value).__name__}: copy or make the file again")
     return value
+
+
+def wrong_keys(values: Mapping[str, Any], names: Set[str], optional: Set[str] = frozenset()) -> str:
+    """Return which keys of a JSON object are missing and which are unknown, as text; "" if none is. names: the keys
+    that it may have. optional: those of them that it may lack."""
+    missing, unknown = sorted(names - optional - {*values}), sorted({*values} - names)
+    if not missing and not unknown:
+        return ""
+    return f"keys missing: {', '.join(missing) or 'none'}; keys unknown: {', '.join(unknown) or 'none'}"
 
 
 @contextmanager
@@ -107,14 +116,40 @@ def refuse_other_sizes(folder: Path, model: PreTrainedModel) -> None:
     the headers of the files."""
     wanted = model.state_dict()
     for file in weight_files(folder):
+        for name, size in shapes_of([file]).items():
+            if name in wanted and size != (own := tuple(wanted[name].shape)):
+                raise ValueError(
+                    f"{folder}: by {CONFIG} the tensor {name} has size {list(own)}, but in {file.name} it has size "
+                    f"{list(size)}: use the {CONFIG} that belongs to these weights"
+                )
+
+
+def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors in safetensors files, keyed by name. Only the headers of the files are read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
         with safe_open(file, "pt") as tensors:
-            for name in wanted.keys() & set(tensors.keys()):
-                size, own = tensors.get_slice(name).get_shape(), list(wanted[name].shape)
-                if size != own:
-                    raise ValueError(
-                        f"{folder}: by {CONFIG} the tensor {name} has size {own}, but in {file.name} it has size "
-                        f"{size}: use the {CONFIG} that belongs to these weights"
-                    )
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+    return shapes
+
+
+def differing(
+    network: PreTrainedModel,
+    stored: Mapping[str, tuple[int, ...]],
+    optional: Set[str] = frozenset(),
+    ignored: Set[str] = frozenset(),
+) -> list[str]:
+    """Return one sentence for each tensor whose name or shape differs. network: whose tensors are expected. stored: the
+    shapes of a draft's tensors by name. optional: names of tensors that may be missing. ignored: names of tensors that
+    may be superfluous."""
+    expected = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    missing, superfluous = expected.keys() - stored.keys() - optional, stored.keys() - expected.keys() - ignored
+    problems = [f"tensor {name} is missing" for name in sorted(missing)]
+    problems += [f"tensor {name} does not belong to the network" for name in sorted(superfluous)]
+    for name in sorted(expected.keys() & stored.keys()):
+        if expected[name] != stored[name]:
+            problems.append(f"tensor {name} has shape {stored[name]}, {CONFIG} says {expected[name]}")
+    return problems
 
 
 def _whole(file: Path) -> None:

@@ -125,11 +125,8 @@ def _forward(model: PreTrainedModel, prompt: list[int], text: list[int], at: lis
         return embeddings * (1 + step(model) * signs.to(embeddings))
 
     body: Any = model.get_decoder() if model.config.is_encoder_decoder else model
-    hook = body.get_input_embeddings().register_forward_hook(shifted)
-    try:
+    with body.get_input_embeddings().register_forward_hook(shifted):
         return own_logits(model, at, **inputs)
-    finally:
-        hook.remove()
 
 
 def _passes(

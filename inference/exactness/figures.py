@@ -107,8 +107,11 @@ class CallsCheck:
 
     @property
     def z(self) -> float:
-        """Return measured - predicted, in standard deviations."""
-        return _sigmas(self.measured - self.predicted, self.sigma, self.predicted)
+        """Return measured - predicted, in standard deviations; 0 within the rounding of float32 distributions."""
+        difference = self.measured - self.predicted
+        if abs(difference) <= 1e-5 * self.predicted:
+            return 0.0
+        return difference / self.sigma if self.sigma > 0 else math.copysign(math.inf, difference)
 
     @property
     def relative(self) -> float:
@@ -164,14 +167,6 @@ class DepthCheck:
             f"acceptance at depth 1: {self.measured:.4f} in {self.rounds} rounds, alpha {self.alpha:.4f}; an exact "
             f"engine accepts as many with probability {self.chance:.2g}, which must be at least {FALSE_ALARM:g}"
         )
-
-
-def _sigmas(difference: float, sigma: float, scale: float) -> float:
-    """Return difference / sigma, or 0 if the difference is within the rounding of float32 distributions. The rounding
-    is relative to `scale`."""
-    if abs(difference) <= 1e-5 * scale:
-        return 0.0
-    return difference / sigma if sigma > 0 else math.copysign(math.inf, difference)
 
 
 def check_calls(figures: Figures, texts: Emitted, rule: Rule | str) -> CallsCheck | None:
@@ -301,7 +296,7 @@ def rare_rounds(figures: Figures, texts: Emitted, reach: Tensor) -> tuple[int, f
     Such rounds reveal errors. For example, if q >= p, the token rule never rejects the text's token, because the
     residual has no mass there. figures: the numbers of target and draft at every token of the texts.
     """
-    chances = reach - F.pad(reach[..., 1:], (0, 1))  # (B, T, K+1) of accepting exactly n
+    chances = predict_chain.jumps_of(reach)
     seldom = chances < RARE
     rare, rare_expected = 0, 0.0
     for b, counts in enumerate(texts.counts):

@@ -29,7 +29,7 @@ from inference.sampling.penalties import needs_history, process
 from inference.source import source_in_text
 from inference.trace import traced_rows
 from inference.verify.rules import RULES
-from inference.verify.tree import Tree, chain, depths_of
+from inference.verify.tree import Tree, chain, depths_of, node_paths
 
 CELLS = 1 << 26  # most logits of whole texts in memory at once
 Parents = tuple[int, ...]
@@ -168,13 +168,9 @@ def _nodes(here: Tensor, route: Parents, tree: Tree, size: int) -> Tensor:
 
 def routes(parents: Parents) -> Routes:
     """Return an endless iterator over the routes to all leaves, deepest leaves first. Every node is on some route."""
-    paths = []
-    for leaf in set(range(len(parents))) - set(parents):
-        route = [leaf]
-        while parents[route[0]] >= 0:
-            route.insert(0, parents[route[0]])
-        paths.append(tuple(route))
-    return cycle(sorted(paths, key=lambda route: (-len(route), route)))
+    paths = node_paths(parents)
+    ways = [paths[leaf] for leaf in set(range(len(parents))) - set(parents)]
+    return cycle(sorted(ways, key=lambda route: (-len(route), route)))
 
 
 def depth_of(parents: Parents) -> int:

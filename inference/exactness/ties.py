@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from inference.engine import Engine
 from inference.exactness.agreement import GAP, most
 from inference.exactness.teacher_forced import Parents, TextLogits, depth_of, teacher_forced
+from inference.lookup.suffixes import common_prefix
 from inference.models.lm import LM
 from inference.sampling import Sampling, probs
 from inference.sampling.noise import gumbel
@@ -367,10 +368,8 @@ def _differences(
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Return the first index at which the lists differ, or None if they are equal. A token that one list lacks counts
     as a difference."""
-    for index, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return index
-    return None if len(a) == len(b) else min(len(a), len(b))
+    shared = common_prefix(a, b)
+    return None if len(a) == len(b) == shared else shared
 
 
 def near_ties(logits: Tensor, noise: float) -> Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference.drafts.atomic import new_folder
-from inference.drafts.weight_files import read_json
+from inference.drafts.weight_files import read_json, wrong_keys
 from inference.lookup.suffixes import NONE, Ids, Match, common_prefix, first_place, suffix_array
 
 FORMAT = 1
@@ -160,11 +160,8 @@ def _about(file: Path) -> About:
             f"{file}: format is {values.get('format')!r}, but this version of cotrain reads {FORMAT}: make the "
             "datastore again with this version, or use the version that wrote it"
         )
-    if odd := set(values) ^ names:
-        raise ValueError(
-            f"{file}: keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys unknown: "
-            f"{', '.join(sorted(odd & set(values))) or 'none'}: make the datastore again"
-        )
+    if wrong := wrong_keys(values, names):
+        raise ValueError(f"{file}: {wrong}: make the datastore again")
     return About(**values)
 
 

@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from inference.measure import contention
 from inference.measure.arms import Arm, ArmResult
-from inference.measure.contention import cores, others, reading
+from inference.measure.contention import contention_line, cores, others, reading
 from inference.measure.timing import Batch, Timing, batches_of, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
@@ -127,11 +126,9 @@ def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Tim
 
 def reached_lines(reached: Reached) -> list[str]:
     """Return the lines of a report about other work on the machine and about the width of the interval."""
-    contended = contention.contention_line(reached.others, reached.cores)
-    return [contended] if reached.wanted is None else [contended, _interval_line(reached, reached.wanted)]
-
-
-def _interval_line(reached: Reached, wanted: float) -> str:
+    contended = contention_line(reached.others, reached.cores)
+    if reached.wanted is None:
+        return [contended]
     near = (
         "so few batches have no interval"
         if reached.within is None
@@ -139,10 +136,10 @@ def _interval_line(reached: Reached, wanted: float) -> str:
     )
     runs = f"{reached.runs} runs of {reached.batches} batches took {reached.seconds:.0f} s"
     if reached.enough:
-        return f"{near}, as wanted ({100 * wanted:.0f} %): {runs}"
+        return [contended, f"{near}, as wanted ({100 * reached.wanted:.0f} %): {runs}"]
     why = (
         "the time limit (bench.minutes=) was reached"
         if reached.batches >= LEAST
         else "an interval of so few batches is itself uncertain"
     )
-    return f"{near}; {100 * wanted:.0f} % was wanted, but {why}: {runs}"
+    return [contended, f"{near}; {100 * reached.wanted:.0f} % was wanted, but {why}: {runs}"]

@@ -31,7 +31,9 @@ def environment() -> dict[str, Any]:
     GiB, at most the limit of a container; None if unknown. dirty: whether tracked files outside outputs/ differ from
     the commit. commit and dirty are None if this code is not in a checkout.
     """
-    commit = _git("rev-parse", "HEAD") if _tracked() else None
+    # git does not track this file if this code is only installed in a folder below a checkout
+    tracked = _git("ls-files", "--error-unmatch", CODE.name) is not None
+    commit = _git("rev-parse", "HEAD") if tracked else None
     return {
         "cpu": of_cpu("model name").partition(":")[2].strip() or platform.processor() or platform.machine(),
         "cores": cores(),
@@ -46,11 +48,6 @@ def environment() -> dict[str, Any]:
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no", *CODE_ALONE)) if commit else None,
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
-
-
-def _tracked() -> bool:
-    """Return whether git tracks this file. It does not if this code is only installed in a folder below a checkout."""
-    return _git("ls-files", "--error-unmatch", CODE.name) is not None
 
 
 def _git(*words: str) -> str | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from inference.engine import Engine
+from inference.lookup.suffixes import common_prefix
 from inference.measure.costs import of_stats
 from inference.output import Output
 from inference.policy import Fixed
@@ -54,9 +55,7 @@ def gate_records(retrieval: Retrieval, prompt: list[int], out: Output, row: int,
     ends = zip(starts, [*starts[1:], len(text)], strict=True)
     accepted = {start: end - start - 1 for start, end in ends if start + k < len(text)}
     matches = retrieval.along(prompt, text, k)
-    return [HeldOutPosition(match, _right(match.drafts, text[t:]), accepted.get(t)) for t, match in enumerate(matches)]
-
-
-def _right(drafts: list[int], text: list[int]) -> int:
-    """Return how many drafts, counted from the first, equal the tokens of `text`."""
-    return next((n for n, (x, y) in enumerate(zip(drafts, text, strict=False)) if x != y), min(len(drafts), len(text)))
+    return [
+        HeldOutPosition(match, common_prefix(match.drafts, text[t:]), accepted.get(t))
+        for t, match in enumerate(matches)
+    ]

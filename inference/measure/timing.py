@@ -74,8 +74,7 @@ class Timing:
     def speed(self, arm: str, decode: bool = False) -> float:
         """Return an arm's tokens per second: sum of tokens / sum of wall seconds, prefill included. decode: whether to
         leave the prefill out."""
-        tokens, seconds = self._paid(arm, decode).sum(0)
-        return float(tokens / seconds)
+        return float(_speed(self._paid(arm, decode)))
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms over the runs that have both, with the 95 % percentile interval of a
@@ -86,7 +85,7 @@ class Timing:
         both arms' speeds from the same batches. seed: of these draws.
         """
         x, y = self._paid(a, decode, b), self._paid(b, decode, a)  # (batches, 2)
-        return bootstrapped(lambda at: _ratio(x[at].sum(-2), y[at].sum(-2)), len(x), resamples, seed)
+        return bootstrapped(lambda at: _speed(x[at]) / _speed(y[at]), len(x), resamples, seed)
 
     def stats(self, arm: str) -> Stats | None:
         """Return the counts and clocks of all runs of an arm, or None for an arm without counts."""
@@ -96,14 +95,13 @@ class Timing:
     def texts(self, arm: str) -> Emitted:
         """Return the prompts, keys of random numbers, emitted ids and counts of all runs of an arm. The arm must have
         counts."""
-        texts = Emitted([], [], [], [])
-        for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True):
-            for result in (repeat[arm] for repeat in repeats):
-                texts.prompts.extend(prompts)
-                texts.ids.extend(ids)
-                texts.tokens.extend(result.tokens)
-                texts.counts.extend(result.stats.rows if result.stats else [])
-        return texts
+        return together(
+            [
+                Emitted(prompts, ids, result.tokens, result.stats.rows if result.stats else [])
+                for (prompts, ids), repeats in zip(self.batches, self.runs, strict=True)
+                for result in (repeat[arm] for repeat in repeats)
+            ]
+        )
 
     def _paid(self, arm: str, decode: bool, other: str | None = None) -> np.ndarray:
         """Return each batch's tokens and seconds, (batches, 2), prefill included. decode: whether to leave the prefill
@@ -126,13 +124,10 @@ def bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resam
     return Interval(value, float(low), float(high))
 
 
-def _ratio(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.asarray(_speed(x) / _speed(y))
-
-
-def _speed(x: np.ndarray) -> np.ndarray:
-    """Return tokens per second (...). x (..., 2): tokens and seconds."""
-    return np.asarray(x[..., 0] / x[..., 1])
+def _speed(paid: np.ndarray) -> np.ndarray:
+    """Return tokens per second (...). paid (..., batches, 2): the tokens and seconds of each batch."""
+    total = paid.sum(-2)
+    return np.asarray(total[..., 0] / total[..., 1])
 
 
 def interleave(
@@ -187,16 +182,12 @@ def turn(arms: Sequence[Arm], batch: Batch, seed: int, number: int) -> dict[str,
     ValueError if arms emit different numbers of tokens."""
     first = number % len(arms)
     results = {arm.name: arm.run(*batch, seed) for arm in [*arms[first:], *arms[:first]]}
-    _same_lengths(results)
-    return {arm.name: results[arm.name] for arm in arms}
-
-
-def _same_lengths(results: dict[str, ArmResult]) -> None:
     lengths = {name: [len(text) for text in result.tokens] for name, result in results.items()}
-    (first, expected), *others = lengths.items()
+    (leader, expected), *others = lengths.items()
     for name, emitted in others:
         if emitted != expected:
             raise ValueError(
-                f"{name!r} emitted {emitted} tokens, but {first!r} {expected}, so their speeds cannot be compared: let "
-                "every arm emit max_new_tokens for each prompt"
+                f"{name!r} emitted {emitted} tokens, but {leader!r} {expected}, so their speeds cannot be compared: "
+                "let every arm emit max_new_tokens for each prompt"
             )
+    return {arm.name: results[arm.name] for arm in arms}

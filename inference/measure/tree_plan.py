@@ -204,11 +204,10 @@ class Search:
     the paths of the other trees.
 
     distributions: of target and draft on the texts. most: the largest number of nodes. children: the largest number of
-    children of a node. depths: numbers of levels. longest: length of the longest chain, if larger than `depths`. sorts:
-    the sorts of children to rate: True for the likeliest tokens (both rules then accept the same nodes), False for
-    sampled ones. others: more trees to rate. shrunk: the fraction by which probabilities of likeliest children are
-    moved towards their means. If it is above 0, the calls of these children are not exact for these texts, but the
-    choice is better on other texts: a choice from few texts overfits.
+    children of a node. depths: numbers of levels. sorts: the sorts of children to rate: True for the likeliest tokens
+    (both rules then accept the same nodes), False for sampled ones. shrunk: the fraction by which probabilities of
+    likeliest children are moved towards their means. If it is above 0, the calls of these children are not exact for
+    these texts, but the choice is better on other texts: a choice from few texts overfits.
 
     Attributes: accept, by sort, the probabilities that `accept_of` returns; calls, by (rule, sort) and then by tree,
     the expected calls (B,).
@@ -220,22 +219,19 @@ class Search:
         most: int,
         children: int,
         depths: Iterable[int],
-        longest: int = 0,
         sorts: Sequence[bool] = (False, True),
-        others: Iterable[Parents] = (),
         shrunk: float = SHRUNK,
     ) -> None:
         self.distributions, self.most, self.levels = distributions, most, sorted(set(depths))
-        self.longest = min(max(longest, *self.levels), most)
         self.accept = {sort: accept_of(distributions, children, sort, WIDE, samples=4) for sort in sorts}
         if True in self.accept:
             self.accept[True] = towards_mean(self.accept[True], shrunk, distributions.lengths)
         self.calls: dict[tuple[str, bool], dict[Parents, Tensor]] = {}
         for sort, accept in self.accept.items():
-            shapes = list(dict.fromkeys([*self._shapes(accept, children), *others]))
-            self.calls["tree", sort] = self._rated(table_of(distributions, shapes, "tree", sort, accept), shapes)
+            shapes = self._shapes(accept, children)
+            self.calls["tree", sort] = self._rated(table_of(distributions, shapes, accept), shapes)
             if not sort:
-                table = table_of(distributions, shapes, "traversal", sort, samples=2)
+                table = table_of(distributions, shapes)
                 again = [tree for level in self.levels for tree in climbed(table, most, level)]
                 self.calls["traversal", sort] = self._rated(table, list(dict.fromkeys([*shapes, *again])))
 
@@ -248,7 +244,7 @@ class Search:
             whole[:n] for whole, start in zip(wholes, starts, strict=True) for n in range(len(start), len(whole) + 1)
         ]
         small = every(min(SMALL, self.most), children, deepest)
-        chains = [chain(n) for n in range(self.longest + 1)]
+        chains = [chain(n) for n in range(min(deepest, self.most) + 1)]
         return list(dict.fromkeys([*chains, *small, *(from_paths(paths_of(tree)) for tree in trees)]))
 
     def _rated(self, table: Paths, shapes: Sequence[Parents]) -> dict[Parents, Tensor]:
@@ -271,26 +267,17 @@ class Search:
         return sorted(best, key=lambda shape: shape.seconds)
 
 
-def table_of(
-    distributions: Distributions,
-    shapes: Sequence[Parents],
-    rule: str,
-    likeliest: bool,
-    accept: Tensor | None = None,
-    samples: int = SAMPLES,
-) -> Paths:
-    """Return the probabilities of all paths in these trees under a rule. shapes: the parents of each tree. likeliest:
-    whether children are the likeliest tokens. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C); None to
-    compute it. samples: how often rejected children are drawn under `traversal`. distributions: of target and draft on
-    the texts. rule: "tree" or "traversal"."""
+def table_of(distributions: Distributions, shapes: Sequence[Parents], accept: Tensor | None = None) -> Paths:
+    """Return the probabilities of all paths in these trees. distributions: of target and draft on the texts. shapes:
+    the parents of each tree. accept: the result of `accept_of`, (B, T, C) or (B, T, K, C), for the rule `tree`; None
+    for sampled children under `traversal`."""
     whole = union(shapes)
     if not whole:
         chances = distributions.p.new_zeros(*distributions.x.shape, 0)
-    elif rule == "traversal" and not likeliest:
+    elif accept is None:
         chances = chances_traversal(
-            distributions.p, distributions.q, distributions.x, whole, distributions.lengths, samples=samples
+            distributions.p, distributions.q, distributions.x, whole, distributions.lengths, samples=2
         )
     else:
-        accept = accept_of(distributions, max(map(whole.count, whole)), likeliest) if accept is None else accept
         chances = products(accept, whole, distributions.lengths)
     return Paths({path: n for n, path in enumerate(paths_of(whole))}, chances, distributions.lengths)

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference.measure.costs import Costs, RealRound, not_negative
-from inference.verify.predict_chain import calls_from, round_starts
+from inference.verify.predict_chain import calls_from, jumps_of, round_starts
 from inference.verify.predict_tree import of_rounds, reach_tree
 from inference.verify.tree import chain, depths_of, from_paths, full, paths_of, ranks_of
 
 TOGETHER = 64  # shapes whose recursions run side by side
+TRIES = 4  # candidates of a step that are rated exactly
 PROBES = (chain(2), full((2,)), full((2, 1)), full((4, 1)), full((2, 2, 1)), full((4, 2)), full((8, 1)), full((8, 2)))
 
 Parents = tuple[int, ...]
@@ -34,14 +35,12 @@ def grown_trees(accept: Tensor, most: int, depths: Iterable[int], lengths: Tenso
     return list(dict.fromkeys(tree[:n] for tree in whole for n in range(1, len(tree) + 1)))
 
 
-def grow(
-    accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, tries: int = 4, start: Parents = ()
-) -> Parents:
+def grow(accept: Tensor, most: int, depth: int, lengths: Tensor | None = None, start: Parents = ()) -> Parents:
     """Return the parents of a tree of `most` nodes in at most `depth` levels. Each step adds the node that saves the
     most expected calls, so the first n nodes are the tree grown to n nodes. The tree is smaller if no node can have
     another child. start: the parents of the first nodes.
 
-    The candidates of a step are the next child of every node. The `tries` candidates with the largest first-order gain
+    The candidates of a step are the next child of every node. The `TRIES` candidates with the largest first-order gain
     are rated exactly, and the one with the fewest calls is added. All trees of n nodes within a depth take equally many
     seconds per round, so seconds matter only for the choice of size and depth. accept (B, T, C) or (B, T, K, C): P(the
     text's token is accepted as child c), see the module. lengths (B,): tokens in each text, None for T.
@@ -54,7 +53,7 @@ def grow(
         if not nexts:
             break
         saved = gains(accept, parents, nexts, lengths)
-        order = sorted(nexts, key=saved.__getitem__, reverse=True)[:tries]
+        order = sorted(nexts, key=saved.__getitem__, reverse=True)[:TRIES]
         parents = (*parents, min(order, key=lambda parent: _calls(accept, (*parents, parent), lengths)))
     return parents
 
@@ -107,7 +106,7 @@ def calls_left(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     E_t = 1 + sum_n P(n accepted) E_{t+n+1}. lengths (B,): tokens in each text, None for T.
     """
     B, T, depths = reach.shape
-    exactly = reach - F.pad(reach[..., 1:], (0, 1))
+    exactly = jumps_of(reach)
     left = reach.new_zeros(B, T + depths)
     end = torch.full((B,), T, device=reach.device) if lengths is None else lengths.to(reach.device)
     for t in reversed(range(T)):

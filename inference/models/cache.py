@@ -89,14 +89,12 @@ class SlotLayer(CacheLayerMixin):
         self.window: Window | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # zeros, since masked values must be finite
-        self.keys = self._new(key_states)
-        self.values = self._new(value_states)
+        self.keys, self.values = (
+            states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])  # masked values must be finite
+            for states in (key_states, value_states)
+        )
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
-
-    def _new(self, states: Tensor) -> Tensor:
-        return states.new_zeros(self.rows, states.shape[1], self.slots, states.shape[3])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write key_states and value_states (A, G, n, D) to the window's slots. Return views (A, G, limit, D) of the

@@ -15,7 +15,6 @@ query heads.
 
 import copy
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -446,17 +445,16 @@ def in_int8_rows(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def sharing_copy(network: Network) -> Network:
-    """Return a copy of a network that shares its weights."""
-    shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
-    return copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
-
-
 def packed_copy(network: Network, int8: bool = False) -> Network:
     """Return a copy of a network that shares its weights. Linear layers become `PackedLinear` if the packed copy can
     represent their weight. If there are none, return the network itself. int8: whether copies are rounded to 8 bits.
     """
-    copied = _with_linears(network, partial(PackedLinear.of, int8=int8))
+    shared: dict[int, Any] = {id(weight): nn.Parameter(weight.data, False) for weight in network.parameters()}
+    copied = copy.deepcopy(network, shared | {id(buffer): buffer for buffer in network.buffers()})
+    for module in [*copied.modules()]:
+        for name, child in [*module.named_children()]:
+            if isinstance(child, nn.Linear):
+                setattr(module, name, PackedLinear.of(child, int8))
     return copied if any(isinstance(module, PackedLinear) for module in copied.modules()) else network
 
 
@@ -477,16 +475,6 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x)
-
-
-def _with_linears(network: Network, change: Callable[[nn.Linear], nn.Module]) -> Network:
-    """Return a copy of a network, sharing its weights, in which `change(layer)` replaces each linear layer."""
-    copied = sharing_copy(network)
-    for module in [*copied.modules()]:
-        for name, child in [*module.named_children()]:
-            if isinstance(child, nn.Linear):
-                setattr(module, name, change(child))
-    return copied
 
 
 def are_packed(weights: Weights) -> bool:
@@ -521,7 +509,12 @@ def packed(weights: Weights) -> Weights:
 def _with_copies(weights: Weights, copied_by: Callable[[Linear], Linear]) -> Weights:
     """Return the weights with second copies of the projections. The norms are in float32, as the states between packed
     projections are. copied_by: adds the copy to a projection, or returns it without one."""
-    copied = _each(weights, copied_by)
+    head = weights.head
+    if isinstance(head, Small):
+        head = head._replace(up=copied_by(head.up), down=head.down and copied_by(head.down))
+    else:
+        head = copied_by(head)
+    copied = weights._replace(layers=[_changed(layer, copied_by) for layer in weights.layers], head=head)
     if not are_packed(copied):
         return weights
     norms = ("first", "second", "q_norm", "k_norm")
@@ -545,17 +538,6 @@ def _changed(layer: Layer, change: Callable[[Linear], Linear]) -> Layer:
     return layer._replace(
         qkv=change(layer.qkv), out=change(layer.out), gate_up=change(layer.gate_up), down=change(layer.down)
     )
-
-
-def _each(weights: Weights, change: Callable[[Linear], Linear]) -> Weights:
-    """Return the weights with `change(projection)` in place of each projection."""
-    layers = [_changed(layer, change) for layer in weights.layers]
-    head = weights.head
-    if isinstance(head, Small):
-        return weights._replace(
-            layers=layers, head=head._replace(up=change(head.up), down=head.down and change(head.down))
-        )
-    return weights._replace(layers=layers, head=change(head))
 
 
 def state(model: PreTrainedModel, parameters: Sequence[nn.Parameter]) -> tuple[int, int]:

@@ -119,10 +119,6 @@ class SmallHead(nn.Module):
         """Return the matrix (Vd, D or r) with a row for each token. It has the head's dtype and device."""
         return self.projection.weight
 
-    @property
-    def rank(self) -> int | None:
-        return self.projection.down.out_features if isinstance(self.projection, LowRank) else None
-
     def forward(self, states: Tensor) -> Tensor:
         logits: Tensor = self.projection(states)
         return logits if self.known is None else spread_logits(logits, self.known, self.size)

@@ -35,6 +35,7 @@ from inference.models.markov import MarkovHead
 from inference.models.pretrained import head_weight
 from inference.models.small_heads import fill
 from inference.models.step import Drafts, behind
+from inference.proposers.base import Host
 from inference.proposers.eagle import (
     Attend,
     Eagle,
@@ -44,10 +45,11 @@ from inference.proposers.eagle import (
     Gated,
     Norm,
     PairSlots,
+    Projections,
     output_layers,
     rotated,
 )
-from inference.proposers.trees import TreeShape, from_one_pass
+from inference.proposers.trees import from_one_pass
 
 Embed = Callable[[Tensor], Tensor]  # ids (...) -> embeddings (..., H)
 
@@ -168,14 +170,10 @@ class _Layer(nn.Module):
         return output
 
 
-class _Attention(nn.Module):
+class _Attention(Projections):
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        width, self.size = config.hidden_size, config.head_dim
-        heads, groups = config.num_attention_heads * self.size, config.num_key_value_heads * self.size
-        self.q_proj = nn.Linear(width, heads, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(width, groups, bias=False) for _ in range(2))
-        self.o_proj = nn.Linear(heads, width, bias=False)
+        super().__init__(config, 1)
+        self.size = config.head_dim
         self.q_norm, self.k_norm = (Norm(self.size, config.rms_norm_eps) for _ in range(2))
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -236,28 +234,13 @@ class Block(Eagle):
     network_class = BlockNetwork
     network: BlockNetwork
     drafting = BlockDrafting
-
-    def __init__(
-        self,
-        network: BlockNetwork,
-        greedy: bool = False,
-        *,
-        int8: bool = False,
-        shape: TreeShape = None,
-    ) -> None:
-        super().__init__(network, greedy, int8=int8, shape=shape)
-        self.depths = network.config.depths
-
-    @property
-    def asks(self) -> bool:
-        return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
+    one_pass = True
 
     def _room_for(self, K: int) -> int:
         return 1 + masks_of(self.network, K)
 
-    def _module(self, network: Any) -> EagleDrafting:
-        module = super()._module(network)
-        if network.lm_head is None:
-            assert isinstance(module, BlockDrafting) and self.host is not None
-            module.target_head = self.host.target.head
-        return module
+    def open(self, host: Host) -> None:
+        super().open(host)
+        if self.network.lm_head is None:
+            assert isinstance(self.module, BlockDrafting)
+            self.module.target_head = host.target.head

@@ -319,18 +319,20 @@ class _Layer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm, self.hidden_norm = Norm(width, eps), Norm(width, eps)
-        self.self_attn = _Projections(config)
+        self.self_attn = Projections(config)
         self.post_attention_layernorm = Norm(width, eps)
         self.mlp = Gated(width, config.intermediate_size)
 
 
-class _Projections(nn.Module):
-    def __init__(self, config: EagleConfig) -> None:
+class Projections(nn.Module):
+    """The projections of an attention that reads `inputs` joined vectors (H,)."""
+
+    def __init__(self, config: EagleConfig, inputs: int = 2) -> None:
         super().__init__()
         width, size = config.hidden_size, config.head_dim
         heads, groups = config.num_attention_heads * size, config.num_key_value_heads * size
-        self.q_proj = nn.Linear(2 * width, heads, bias=False)
-        self.k_proj, self.v_proj = (nn.Linear(2 * width, groups, bias=False) for _ in range(2))
+        self.q_proj = nn.Linear(inputs * width, heads, bias=False)
+        self.k_proj, self.v_proj = (nn.Linear(inputs * width, groups, bias=False) for _ in range(2))
         self.o_proj = nn.Linear(heads, width, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -505,6 +507,7 @@ class Eagle(Proposer):
 
     network_class: Any = EagleNetwork
     drafts_trees = True
+    one_pass = False  # whether one pass drafts all tokens of a round, at most as many as in training
     network: Any
     drafting: type[EagleDrafting] = EagleDrafting
 
@@ -520,6 +523,7 @@ class Eagle(Proposer):
         self.served: Any = network  # with rounded or packed weights, once it is open
         self.branching = trees_of(shape)
         self.reads = tuple(sorted({*network.config.layers}))
+        self.depths = network.config.depths if self.one_pass else None
         self.host: Host | None = None
         self.stamp: Stamp  # of the network
         self.stored: list[int] = []  # pairs of each row that its slot holds
@@ -540,7 +544,8 @@ class Eagle(Proposer):
 
     @property
     def asks(self) -> bool:
-        return self.branching is None and not self.replay.records
+        # to end a round after some drafts of one pass would save nothing of it
+        return not self.one_pass and self.branching is None and not self.replay.records
 
     @property
     def weights(self) -> str:
@@ -572,7 +577,8 @@ class Eagle(Proposer):
             self.cache = SlotCache(config.num_hidden_layers, rows, min(FIRST_SLOTS, host.context), host.context)
             self.cache.before_growth(self._forget)
             self.plain, self.replay = Replay(self.network), replay_of(self.network, host.target.graphs)
-            self.module = self._module(self.served)
+            trees, greedy = self.branching, self.greedy
+            self.module = self.drafting(self.served, self.embedding, self.shape, host.vocabulary, trees, greedy)
             self.module.flat = flat
             self._forget()
         self.features = self.network.fc.weight.new_zeros(host.rows + host.spare, 1, config.hidden_size)
@@ -582,9 +588,6 @@ class Eagle(Proposer):
         """Drop slots, angles and recordings, which depend on the number of slots."""
         self.slots: dict[str, Any] = {}
         self.replay.drop()
-
-    def _module(self, network: Any) -> EagleDrafting:
-        return self.drafting(network, self.embedding, self.shape, self.vocabulary, self.branching, self.greedy)
 
     @property
     def features_device(self) -> torch.device:
@@ -633,11 +636,10 @@ class Eagle(Proposer):
         k = [min(k, most) if one else 0 for k, one in zip(round.k, pairs, strict=True)]
         self.longest = max(self.longest, *k)
         if not max(k):
-            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.features_device), None, k)
+            return Proposal.empty(k, self.features_device)
         shape, longest, wanted = self.branching, self.longest, max(k)
         if shape:
             longest, wanted = min(longest, shape.depth), min(wanted, shape.depth)
-        assert self.host is not None
         replay = self.replay if self.replay.ready and max(lacking) <= self.longest + 1 else self.plain
         width, K = replay.width(max(*lacking, 1), (self.longest + 1,)), replay.depth(wanted, longest)
         given, reads = self._given(round, k, lacking, width), self._reads(max(self.stored) + width + self._room_for(K))
@@ -663,11 +665,6 @@ class Eagle(Proposer):
         self._room(width)
         given = {name: sent[name].to(self.features_device) for name in ("lacking", "pairs", "only")}
         return given | {"features": self.features[: len(k), :width]}
-
-    @property
-    def vocabulary(self) -> int:
-        assert self.host is not None
-        return self.host.vocabulary
 
     def _reads(self, limit: int) -> dict[str, Any]:
         """Make room for `limit` cache slots. Return the tensors that rounds read in place: the numbers of the slots to

@@ -226,7 +226,7 @@ class DraftHeads(Proposer):
         k = [0 if blank else min(k, self.most) for k, blank in zip(round.k, self.blank, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if not K:
-            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.newest.device), None, k)
+            return Proposal.empty(k, self.newest.device)
         shape = self.branching
         sent = round.send(shape.nodes(k) if shape else k)
         given = {"newest": self.newest[: len(k)], "anchor": sent["anchor"]}

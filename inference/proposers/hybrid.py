@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inference.drafts.causal_lm import CausalLM
-from inference.drafts.weight_files import CONFIG, read_json
+from inference.drafts.weight_files import CONFIG, read_json, wrong_keys
 from inference.lookup.suffixes import Match
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Proposal, Proposer, Round, RoundView
 from inference.proposers.independent import Independent
@@ -77,11 +77,8 @@ class Gate:
         """Return the gate that the key `gate` in config.json describes. values: the key's contents. Raises ValueError
         if keys are missing or unknown."""
         names = {_KEYS.get(item.name, item.name): item.name for item in fields(cls)}
-        if odd := set(values) ^ names.keys():
-            raise ValueError(
-                f"lookup.gate of config.json: keys missing: {', '.join(sorted(odd - set(values))) or 'none'}; keys "
-                f"unknown: {', '.join(sorted(odd & set(values))) or 'none'}: use the config.json that cotrain wrote"
-            )
+        if wrong := wrong_keys(values, names.keys()):
+            raise ValueError(f"lookup.gate of config.json: {wrong}: use the config.json that cotrain wrote")
         return cls(**{names[key]: value for key, value in values.items()})
 
 

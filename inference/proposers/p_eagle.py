@@ -92,6 +92,7 @@ class PEagle(Eagle):
     network_class = PEagleNetwork
     network: PEagleNetwork
     drafting = PEagleDrafting
+    one_pass = True
 
     def __init__(
         self,
@@ -102,8 +103,4 @@ class PEagle(Eagle):
         shape: TreeShape = None,
     ) -> None:
         super().__init__(network, greedy, int8=int8, shape=shape)
-        self.mask, self.depths = network.mask, network.config.depths
-
-    @property
-    def asks(self) -> bool:
-        return False  # one pass drafts all tokens: to end the round after some of them would save nothing of it
+        self.mask = network.mask

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -65,7 +64,7 @@ class Parallel(Independent):
         k = [max(0, min(wanted, least)) for wanted, least in zip(round.k, most, strict=True)]
         K = min(max(k), self.branching.depth) if self.branching else max(k)
         if K == 0:
-            return Proposal(torch.empty(len(k), 0, dtype=torch.int64, device=self.lm.device), None, k)
+            return Proposal.empty(k, self.lm.device)
         self.longest = max(self.longest, K)
         self._fill_gaps(round.texts, k)
         depths, shape = self.longest if self.lm.graphs else K, self.branching

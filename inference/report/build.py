@@ -18,7 +18,6 @@ Seconds are wall seconds. NaN and infinity become None.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,8 @@ from inference.engine import Engine
 from inference.exactness.verdict import Verdict
 from inference.measure.environment import environment
 from inference.measure.timing import Timing
-from inference.report.schema import Many, Maybe, conform
-from inference.report.table import table
+from inference.report.schema import Many, Maybe, conform, strict
 from inference.sampling import Sampling
-
-__all__ = ["SCHEMA", "Report", "build", "environment", "table", "validate", "write"]
 
 FORMAT = 1
 Report = dict[str, Any]
@@ -148,12 +144,19 @@ def build(
             "sampling": vars(sampling),
         },
         "arms": {name: _arm(timing, name) for name in timing.arms},
-        "speedup": _speedup_of(timing, arm, over),
+        "speedup": {
+            "of": arm,
+            "over": over,
+            "whole": timing.ratio(arm, over)._asdict(),
+            "decode": timing.ratio(arm, over, decode=True)._asdict(),
+        },
         "acceptance": _acceptance(timing, arm, verdict),
-        "exactness": _verdict(verdict) if verdict else None,
+        "exactness": (
+            {"passed": verdict.passed, "lines": verdict.lines(), "figures": verdict.figures} if verdict else None
+        ),
         "extra": dict(extra or {}),
     }
-    report = json.loads(json.dumps(_finite(values), default=str))
+    report = json.loads(json.dumps(strict(values), default=str))
     validate(report)
     return report
 
@@ -203,23 +206,3 @@ def _acceptance(timing: Timing, arm: str, verdict: Verdict | None) -> dict[str, 
         "prefix": {"measured": stats.prefix, "predicted": calls.prefix if calls else None},
         "conditional": {"measured": stats.conditional, "predicted": calls.conditional if calls else None},
     }
-
-
-def _speedup_of(timing: Timing, arm: str, over: str) -> dict[str, Any]:
-    whole, decode = timing.ratio(arm, over), timing.ratio(arm, over, decode=True)
-    return {"of": arm, "over": over, "whole": whole._asdict(), "decode": decode._asdict()}
-
-
-def _verdict(verdict: Verdict) -> dict[str, Any]:
-    return {"passed": verdict.passed, "lines": verdict.lines(), "figures": verdict.figures}
-
-
-def _finite(value: Any) -> Any:
-    """Return a copy of a nested value in which NaN and infinity are None, and all keys are strings."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value

@@ -1,4 +1,4 @@
-"""A check whether a nested dict fits a schema. It needs no library."""
+"""A check whether a nested dict fits a schema, and its form for JSON. No library is needed."""
 
 import math
 from collections.abc import Mapping
@@ -41,7 +41,11 @@ def conform(value: Any, schema: Any, name: str) -> None:
             conform(item, schema[0], f"{name}[{index}]")
     elif isinstance(schema, dict):
         _require(isinstance(value, Mapping), name, "a dict", value)
-        _same_keys(value, schema, name)
+        for key in [*schema, *value]:
+            if key not in value:
+                raise ValueError(f"{name}.{key} is missing")
+            if key not in schema:
+                raise ValueError(f"{name}.{key} is not known; {name} has {', '.join(schema)}")
         for key, inner in schema.items():
             conform(value[key], inner, f"{name}.{key}")
     elif schema is float:
@@ -53,13 +57,14 @@ def conform(value: Any, schema: Any, name: str) -> None:
         _require(isinstance(value, schema), name, schema.__name__, value)
 
 
-def _same_keys(value: Mapping[str, Any], schema: Mapping[str, Any], name: str) -> None:
-    for key in schema:
-        if key not in value:
-            raise ValueError(f"{name}.{key} is missing")
-    for key in value:
-        if key not in schema:
-            raise ValueError(f"{name}.{key} is not known; {name} has {', '.join(schema)}")
+def strict(value: Any) -> Any:
+    """Return a copy of a nested value in which NaN and infinity are None, since JSON has neither, and all keys are
+    strings."""
+    if isinstance(value, Mapping):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _require(fits: bool, name: str, wanted: str, value: Any) -> None:

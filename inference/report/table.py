@@ -80,7 +80,7 @@ def _head(report: Mapping[str, Any]) -> str:
     sampling = ", ".join(f"{name} {s['sampling'][name]}" for name in ("temperature", "top_k", "top_p"))
     commit = f"commit {e['commit'][:12]}{' + changes' if e['dirty'] else ''}" if e["commit"] else "no commit"
     weights = (report.get("extra") or {}).get("target_quantisation") or "none"
-    named = weights == "none" or s["target_dtype"].startswith(weights)  # older reports name the dtype alone
+    named = weights == "none" or s["target_dtype"].startswith(weights)  # 8-bit kernels name int8 alone
     dtype = s["target_dtype"] if named else f"{weights}, {s['target_dtype']}"
     models = f"target {s['target']} ({dtype}), draft {s['draft'] or s['proposer'] or 'none'}"
     return "\n".join(

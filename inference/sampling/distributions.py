@@ -176,6 +176,8 @@ class Regimes:
     at once and equal those of `probs` row by row, with the same order and ties. sampling: the settings of each row.
     Making a `Regimes` copies data to the device."""
 
+    READ = ("temperature", "min_p", "greedy", "top_k", "divisor", "nucleus", "tail")  # tensors that `probs` reads
+
     def __init__(self, sampling: Sequence[Sampling], device: torch.device) -> None:
         regimes = {(s.temperature, s.top_k, s.top_p, s.min_p) for s in sampling}
         self.count, self.alike = len(sampling), sampling[0] if len(regimes) == 1 else None
@@ -222,24 +224,14 @@ class Regimes:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the settings' tensors by name: those that `probs` reads."""
-        return {
-            "temperature": self.temperature,
-            "min_p": self.min_p,
-            "greedy": self.greedy,
-            "top_k": self.top_k,
-            "divisor": self.divisor,
-            "nucleus": self.nucleus,
-            "tail": self.tail,
-        }
+        return {name: vars(self)[name] for name in self.READ}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Regimes":
         """Return a `Regimes` that reads `tensors`, by the names and with the shapes that the method `tensors` gives.
         They may be the settings of other rows with the same `key`."""
         other = copy(self)
         other.max_top_k, other.alike = self._rounded, Sampling(0.0) if self.all_greedy else None
-        other.temperature, other.min_p, other.greedy = tensors["temperature"], tensors["min_p"], tensors["greedy"]
-        other.top_k, other.divisor = tensors["top_k"], tensors["divisor"]
-        other.nucleus, other.tail = tensors["nucleus"], tensors["tail"]
+        vars(other).update({name: tensors[name] for name in self.READ})
         return other
 
     @property

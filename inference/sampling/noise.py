@@ -102,15 +102,6 @@ class Uniforms:
         self.first: list[int] = []
         self.table = torch.empty(3, 0, self.span, 0, dtype=torch.float64, device=device)  # (S, A, span, D)
 
-    def __call__(self, rows: list[int], starts: list[int], depths: int) -> Tensor:
-        """Return the uniforms (S, A, D) of the streams DRAFT, ACCEPT and RESIDUAL, for depths 0 to D - 1. rows: each
-        row's id. starts: for each row, the number of tokens that it had emitted when the round began. depths: D."""
-        offsets, fresh = self.offsets(rows, starts, depths)
-        if fresh:
-            row, start = (torch.tensor(part, device=self.device) for part in (rows, starts))
-            self.fill(row, start, depths)
-        return self.at(torch.tensor(offsets, device=self.device), depths)
-
     def offsets(self, rows: list[int], starts: list[int], depths: int) -> tuple[list[int], bool]:
         """Return, for each row, the offset of its numbers in the table; and whether `fill` must be called first. rows:
         each row's id. starts: for each row, the number of tokens that it had emitted when the round began. depths:

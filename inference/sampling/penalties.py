@@ -164,6 +164,9 @@ class Penalties:
     go, a new `Penalties` is made, and its tables are copied to the device.
     """
 
+    # tensors that `apply` reads
+    READ = ("bias", "ends", "first", "repetition", "presence", "frequency", "least", "words", "prompt", "generated")
+
     def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
         settings = [row.sampling for row in rows]
@@ -229,29 +232,13 @@ class Penalties:
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that `apply` reads, by name: the rows' settings, their banned sequences, and the counts of
         their ids."""
-        tensors = {
-            "bias": self.bias,
-            "ends": self.ends,
-            "first": self.first,
-            "repetition": self.repetition,
-            "presence": self.presence,
-            "frequency": self.frequency,
-            "least": self.least,
-            "words": self.words,
-            "prompt": self.prompt,
-            "generated": self.generated,
-        }
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        return {name: tensor for name in self.READ if (tensor := vars(self)[name]) is not None}
 
     def on(self, tensors: Mapping[str, Tensor]) -> "Penalties":
         """Return a `Penalties` that reads `tensors`, by the names and with the shapes that the method `tensors`
         gives."""
         other = copy(self)
-        other.bias, other.words = tensors.get("bias"), tensors.get("words")
-        other.ends, other.first = tensors.get("ends"), tensors.get("first")
-        other.repetition, other.presence = tensors["repetition"], tensors["presence"]
-        other.frequency, other.least = tensors["frequency"], tensors["least"]
-        other.prompt, other.generated = tensors.get("prompt"), tensors.get("generated")
+        vars(other).update({name: tensors.get(name) for name in self.READ})
         return other
 
     def _penalise(self, logits: Tensor, counts: Tensor) -> Tensor:

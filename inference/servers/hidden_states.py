@@ -93,7 +93,8 @@ class StatesClient(Client):
         client's `layers`. Raises ConnectionError if the server does not answer or its file is lost or damaged,
         WrongStates if the file is of another text or has other shapes or states that are not finite, and NoStates if
         the server writes no files, those of other layers, or in a folder that is not visible here."""
-        path = self._read("/v1/completions", _file, self._asked(ids))
+        asked = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
+        path = self._read("/v1/completions", _file, asked)
         if path is None:
             raise NoStates(f"{self.root} gives no hidden states: start it with the line that `cotrain teacher` prints")
         if path.parent.name != folder_name(self.layers):
@@ -120,9 +121,6 @@ class StatesClient(Client):
             return torch.tensor([step[token] for step, token in zip(steps, ids[1:], strict=True)])
         except KeyError as error:
             raise ConnectionError(f"{self.root} gives no log-probability of token {error}") from error
-
-    def _asked(self, ids: list[int]) -> dict[str, Any]:
-        return {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0.0}
 
 
 def read_states(path: Path, ids: list[int], layers: int) -> Tensor:

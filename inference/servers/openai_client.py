@@ -115,7 +115,7 @@ class Client:
         def one(item: tuple[Any, int]) -> Completion:
             prompt, seed = item
             asked = common | {"prompt": prompt, "seed": self._seed(seed)}
-            completion, tokens = self._read("/v1/completions", self.completion, asked)
+            completion, tokens = self._read("/v1/completions", completion_in, asked)
             if completion.finish == "length" and tokens is not None and tokens < max_new_tokens:
                 raise ValueError(
                     f"{self.root} ended a text after {tokens} of {max_new_tokens} tokens: raise its context "
@@ -126,11 +126,6 @@ class Client:
 
         with ThreadPoolExecutor(at_once) as pool:
             return list(pool.map(one, zip(prompts, seeds, strict=True)))
-
-    def completion(self, answer: str) -> tuple[Completion, int | None]:
-        """Return the completion in an answer, and the number of its tokens, None if the server does not say it. answer:
-        the server's, as JSON text."""
-        return completion_in(answer)
 
     def prompt_logprobs(self, ids: list[int], top: int) -> list[dict[int, float]]:
         """Return, for each id of a text after the first, the log-probabilities of the `top` likeliest ids and of the id

@@ -55,7 +55,8 @@ def block(p: Tensor, q: Tensor, x: Tensor, u: Tensor, k: Tensor | None = None) -
     """
     k, drafted = _drafted(x, k)
     w, depth = _weights(_ratios(p, q, x, drafted)), torch.arange(1, x.shape[1] + 1, device=x.device)  # (B, K+1), (K,)
-    h = torch.cat((_continuation(p[:, 1:-1], q[:, 1:], w[:, 1:-1]), w[:, -1:]), 1)[:, : x.shape[1]]  # (B, K)
+    mass = _excess(p[:, 1:-1], q[:, 1:], w[:, 1:-1]).sum(-1)
+    h = torch.cat((continued(mass, w[:, 1:-1]), w[:, -1:]), 1)[:, : x.shape[1]]  # (B, K)
     h = torch.where(k.unsqueeze(-1) == depth, w[:, 1:], h)
     accepted = torch.cat((torch.zeros_like(k).unsqueeze(-1), (drafted & (u < h)) * depth), 1).amax(-1)
     return Verification(accepted, _residual(p, q, accepted, k, w))
@@ -130,11 +131,6 @@ def _weights(ratios: Tensor) -> Tensor:
 def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
     """Return max(w p - q, 0) (..., V). p, q (..., V). w (...)."""
     return (w.unsqueeze(-1) * wide(p)).sub_(wide(q)).clamp_(min=0)
-
-
-def _continuation(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
-    """Return h = R / (R + 1 - w) (...) with R = sum max(w p - q, 0). p, q (..., V). w (...)."""
-    return continued(_excess(p, q, w).sum(-1), w)
 
 
 def continued(mass: Tensor, w: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def round_starts(reach: Tensor) -> Tensor:
 
     s_0 = 1; s_{t+n+1} += s_t (reach_n - reach_{n+1}), with reach_{K+1} = 0.
     """
-    jumps = _jumps(reach)
+    jumps = jumps_of(reach)
     mass = F.pad(torch.zeros_like(jumps[:, 0, 1:]), (1, 0), value=1.0)  # (B,K+1) on t, t+1, ..., t+K
     probabilities = []
     for jump in jumps.unbind(1):
@@ -85,7 +85,7 @@ def calls_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the expected target calls (B,) of each text: the sum over t < L of P(a round starts at t). reach
     (B,T,K+1): P(a round that starts at token t accepts at least n drafts). lengths (B,): tokens in each text, None for
     T."""
-    return _count(round_starts(reach), lengths)
+    return _starts_inside(reach, lengths).sum(1)
 
 
 def variance_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -150,10 +150,8 @@ def histogram_from(reach: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Return the distribution (K+1,) of the number of drafts that a round accepts, over the expected rounds. reach
     (B,T,K+1): P(a round that starts at token t accepts at least n drafts). lengths (B,): tokens in each text, None for
     T."""
-    s = round_starts(reach)
-    inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
-    weights = (s * inside)[..., None]
-    return (weights * _jumps(reach)).sum((0, 1)) / weights.sum()
+    weights = _starts_inside(reach, lengths)[..., None]
+    return (weights * jumps_of(reach)).sum((0, 1)) / weights.sum()
 
 
 def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -164,7 +162,7 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     variance is never negative; E[C^2] - E[C]^2 would cancel. reach (B,T,K+1): P(a round that starts at token t accepts
     at least n drafts). lengths (B,): tokens in each text, None for T.
     """
-    jumps, end = _jumps(reach), _lengths(reach, lengths)
+    jumps, end = jumps_of(reach), _lengths(reach, lengths)
     mean = variance = torch.zeros_like(jumps[:, 0])  # (B,K+1) of positions t+1 .. t+K+1
     for t in reversed(range(jumps.shape[1])):
         jump, inside = jumps[:, t], (t < end)[:, None]
@@ -175,15 +173,16 @@ def _moments(reach: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
     return mean[:, 0], variance[:, 0]
 
 
-def _jumps(reach: Tensor) -> Tensor:
+def jumps_of(reach: Tensor) -> Tensor:
     """Return P(a round accepts exactly n drafts) = reach_n - reach_{n+1}, (B,T,K+1). The next round then starts n + 1
-    tokens later."""
+    tokens later. reach (B,T,K+1): P(a round that starts at token t accepts at least n drafts)."""
     return reach - F.pad(reach[..., 1:], (0, 1))
 
 
-def _count(s: Tensor, lengths: Tensor | None) -> Tensor:
-    inside = torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None]
-    return (s * inside).sum(1)
+def _starts_inside(reach: Tensor, lengths: Tensor | None) -> Tensor:
+    """Return `round_starts(reach)` (B,T), with 0 past a text's end."""
+    s = round_starts(reach)
+    return s * (torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None])
 
 
 def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:

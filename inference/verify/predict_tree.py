@@ -40,14 +40,13 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
     return ((probs > own) | ((probs == own) & lower)).sum(-1)
 
 
-def by_rank(rank: Tensor, children: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Return accept (..., C) for children that are the draft's C likeliest tokens, in order: 1 for the child that is
-    the text's token, 0 for the others. Nothing here is random, since such children are not drawn.
+def by_rank(rank: Tensor, children: int) -> Tensor:
+    """Return accept (..., C), float64, for children that are the draft's C likeliest tokens, in order: 1 for the child
+    that is the text's token, 0 for the others. Nothing here is random, since such children are not drawn.
 
     rank (...) int64: number of tokens that are likelier than the text's token under the draft (`rank_of`). children: C.
-    dtype: of the result.
     """
-    return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).to(dtype)
+    return (rank.unsqueeze(-1) == torch.arange(children, device=rank.device)).double()
 
 
 def by_draw(p: Tensor, q: Tensor, x: Tensor, children: int, *, samples: int = SAMPLES, seed: int = 0) -> Tensor:
@@ -179,7 +178,6 @@ def reach_traversal(
     k: int | Tensor | None = None,
     *,
     samples: int = SAMPLES,
-    seed: int = 0,
 ) -> Tensor:
     """Return the reach (B, T, D+1) under `tree.traversal`, for children drawn from q: P(a round that starts at t
     accepts at least n nodes | the text). At each depth it is the sum of the probabilities of the nodes
@@ -188,10 +186,9 @@ def reach_traversal(
 
     p (B, T, V): the target's distributions of the text's tokens x (B, T). q (B, T, V), or (B, T, K, V) by depth: the
     draft's. parents: of the tree's nodes. lengths (B,): tokens in each text, None for T. k: number of nodes in use, an
-    int, (B,) or (B, T); None for all. samples, seed: how often, and with which random numbers, rejected children are
-    drawn.
+    int, (B,) or (B, T); None for all. samples: how often rejected children are drawn.
     """
-    chances = chances_traversal(p, q, x, parents, lengths, samples=samples, seed=seed)
+    chances = chances_traversal(p, q, x, parents, lengths, samples=samples)
     return summed(chances, parents, k)
 
 
@@ -203,7 +200,6 @@ def chances_traversal(
     lengths: Tensor | None = None,
     *,
     samples: int = SAMPLES,
-    seed: int = 0,
 ) -> Tensor:
     """Return P(a round that starts at t follows the text down to each node | the text), (B, T, N), under
     `tree.traversal` and for children drawn from q. The probability depends only on the node's path of child numbers, so
@@ -211,7 +207,7 @@ def chances_traversal(
 
     p (B, T, V): the target's distributions of the text's tokens x (B, T). q: the draft's, (B, T, V), or (B, T, K, V) by
     depth: entry (t, j) is for token t as draft j (0-based). parents: of the tree's nodes. lengths (B,): tokens in each
-    text, None for T. samples, seed: how often, and with which random numbers, rejected children are drawn.
+    text, None for T. samples: how often rejected children are drawn.
 
     The children of a node with weight w on the text's path are tried in order. Each is rejected with probability sum
     max(q - w p, 0); a rejection changes w, p and q as in the rule. Child c then gets weight w_c = min(w p(x)/q(x), 1).
@@ -221,7 +217,7 @@ def chances_traversal(
     B, T, V = p.shape
     levels = max(depths_of(parents), default=0)
     rows, later = max(1, CHUNK // max(1, T * V)), len(parents) - len(set(parents))
-    u = strata(B * T, later, samples, seed, x.device).view(B, T, samples, later)
+    u = strata(B * T, later, samples, 0, x.device).view(B, T, samples, later)
     inside = torch.arange(T, device=x.device) < (T if lengths is None else lengths.to(x.device).unsqueeze(-1))
     parts = [part.split(rows) for part in (p, q, x, inside.expand(B, T), u)]
     chances = []

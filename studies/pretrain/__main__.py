@@ -30,7 +30,7 @@ from cotrain.training.job import settle
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file, new_folder, write_atomic
-from inference.report.build import environment
+from inference.measure.environment import environment
 from studies.pretrain import pretraining
 from studies.pretrain.blocks import Blocks, blocks_of
 from studies.pretrain.muon import MuonAdamW

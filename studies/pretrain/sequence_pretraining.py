@@ -23,7 +23,7 @@ from cotrain.training.job import settle
 from cotrain.training.progress import Progress
 from inference.drafts.atomic import new_file
 from inference.drafts.bundled_target import resolve
-from inference.report.build import environment
+from inference.measure.environment import environment
 from studies.pretrain import pretraining
 from studies.pretrain.tokenizer import token_bytes
 

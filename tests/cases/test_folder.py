@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from cotrain.cli import main
 from cotrain.commands.served_pair import resolved
-from cotrain.config.settings import checked, register
-from cotrain.paths import folder
 from cotrain.students.base import KINDS
 from inference import Engine, Sampling, load
 from inference.drafts import compatibility
@@ -29,6 +26,7 @@ from tests.cases import case
 from tests.cotrain.training.test_preconditions import command
 from tests.draft_folders import draft_folder, new_student, written
 from tests.folders import network, own_texts, target_folder, tokenizer
+from tests.settings import composed
 
 STEP = 8  # bytes: a header's length is a multiple of them
 LINE = 64  # bytes: as far as offsets go
@@ -77,7 +75,6 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(tmp_path, cap
         ["generate", named, "prompt=0001 one", "max_new_tokens=4"],
         command(tmp_path, "check=true", "init=pretrained", named),
     ]
-    register()
 
     def said() -> list[int]:
         """Return how often each of the commands says it; `bench`, `plan` and `serve_check` where they read the
@@ -89,10 +86,9 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(tmp_path, cap
                 assert main(words) == 0, words
                 counts.append(capsys.readouterr().err + "".join(str(one.message) for one in caught))
                 caught.clear()
-            with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-                for name in ("bench", "plan", "serve_check"):
-                    resolved(checked(name, compose(name, overrides=[named])))
-                    counts.append(capsys.readouterr().err)
+            for name in ("bench", "plan", "serve_check"):
+                resolved(composed(named, command=name))
+                counts.append(capsys.readouterr().err)
         return [
             text.count(f"the weights of the target {place} are not those that the draft was trained for")
             for text in counts
@@ -128,14 +124,12 @@ def test_other_weights_of_an_adapter_are_said(tmp_path, capsys):
     about["made"] = {"adapter": str(adapter)}
     about["target"]["weights"] = hash_weights(str(place), str(adapter))
     (draft / METADATA).write_text(json.dumps(about), encoding="utf-8")
-    register()
 
     def said() -> list[int]:
         counts = []
-        with initialize_config_dir(str(folder("conf")), version_base="1.3"):
-            for name in ("bench", "plan", "serve_check"):
-                resolved(checked(name, compose(name, overrides=[f"draft.path={draft}"])))
-                counts.append(capsys.readouterr().err.count("are not those that the draft was trained for"))
+        for name in ("bench", "plan", "serve_check"):
+            resolved(composed(f"draft.path={draft}", command=name))
+            counts.append(capsys.readouterr().err.count("are not those that the draft was trained for"))
         return counts
 
     assert said() == [0] * 3

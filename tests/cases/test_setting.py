@@ -25,7 +25,7 @@ from cotrain.training.optim import HALVES, precision
 from tests.cases import case
 from tests.cotrain.training.conftest import mistakes as mistakes  # a fixture: a folder with a target and texts
 from tests.cotrain.training.test_preconditions import command
-from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
+from tests.folders import CONTEXT, VOCABULARY, own_texts, run_paths, target_folder, tokenizer
 
 
 @case("bf16 weights that stand still")
@@ -167,7 +167,7 @@ def test_a_recurrent_target_is_refused_by_check(name: str, tmp_path: Path, capsy
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "target")
     tokenizer().save_pretrained(tmp_path / "target")
     own_texts(tmp_path / "own.jsonl", 60)
-    paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'out'}"]
+    paths = run_paths(tmp_path, "out")
     assert main(["train", *paths, "draft=independent", "init=target_layers", "init.layers=[0]", "check=true"])
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"cotrain train: target.path: {name}: ")
 

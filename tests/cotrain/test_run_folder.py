@@ -13,11 +13,8 @@ from cotrain.config.names import ANY, REMOVED
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, REPLACED, claim, read_marker, resumable
 from inference.drafts.atomic import write_atomic
+from tests.inference.drafts.test_atomic import tree
 from tests.stopped import stopped_child
-
-
-def tree(folder: Path) -> dict[str, str]:
-    return {str(file.relative_to(folder)): file.read_text() for file in folder.rglob("*") if file.is_file()}
 
 
 def finished(path: Path, **settings: object) -> Path:

@@ -53,3 +53,10 @@ def reported(name: str, config: pytest.Config, k: int = K) -> Iterator[dict[str,
     report = {"environment": environment() | {"command": command}, "k": k, "found": known}
     for folder in (OUTPUT, *map(Path, filter(None, [os.environ.get(KEPT)]))):
         write_atomic(folder / f"{name}.json", json.dumps(report, indent=2) + "\n")
+
+
+def require_same(text: Any, figures: dict[str, Any]) -> None:
+    """Keep a comparison of greedy texts among the figures. Fail if rounding does not explain a difference."""
+    figures["greedy_text"] = vars(text) | {"line": text.line()}
+    print(text.line())
+    assert text.unexplained == 0

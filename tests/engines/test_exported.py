@@ -31,7 +31,7 @@ from inference.servers.openai_client import Served
 from inference.verify import predict_chain
 from studies.assisted import assisted_arm
 from studies.vllm_arm import Worker
-from tests.engines.conftest import OUTPUT, reported
+from tests.engines.conftest import OUTPUT, reported, require_same
 from tests.engines.conftest import SIZE as vllm_size
 from tests.engines.drafts import K, draft_folder, load
 from tests.engines.test_vllm import TEMPERATURES, in_regime, same_text
@@ -134,14 +134,19 @@ def on_card(folder: Path, program: str) -> list[str]:
     return words[1:]
 
 
+def for_llamacpp(name: str, file: Path, output: Path, *settings: str) -> tuple[str, ...]:
+    """Export the draft of that name for llama.cpp. Return the words of the command on its card, after the program."""
+    paths = [f"draft.path={draft_folder(name)}", f"target.path={file}", f"output={output}"]
+    assert main(["export", "engine=llamacpp", *paths, *settings]) == 0
+    return tuple(on_card(output, "llama-server"))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_llamacpp_accepts_a_draft_as_predicted(
     name: str, plan: Plan, file: Path, plain: list[list[int]], found: dict[str, Any], tmp_path: Path
 ) -> None:
     case, figures = CASES[name], found.setdefault(name, {})
-    paths = [f"draft.path={draft_folder(case.draft)}", f"target.path={file}", f"output={tmp_path / 'served'}"]
-    assert main(["export", "engine=llamacpp", *paths, *case.settings]) == 0
-    command = tuple(on_card(tmp_path / "served", "llama-server"))
+    command = for_llamacpp(case.draft, file, tmp_path / "served", *case.settings)
     network, metadata = load(case.draft)
     if not case.markov:
         network.markov_head = None
@@ -154,10 +159,7 @@ def test_llamacpp_accepts_a_draft_as_predicted(
             figures[f"temperature {temperature:g}"] = parity.report()
             print(f"\nllama.cpp, {name}, temperature {temperature:g}: {parity.line()}")
             assert parity.passed and parity.served > 1.1, parity.line()
-    text = same_text(plan, plain, kept[TEMPERATURES.index(0.0)])
-    figures["greedy_text"] = vars(text) | {"line": text.line()}
-    print(text.line())
-    assert text.unexplained == 0
+    require_same(same_text(plan, plain, kept[TEMPERATURES.index(0.0)]), figures)
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +171,9 @@ def test_llamacpp_draws_drafts_of_the_ten_likeliest(
     plan: Plan, file: Path, plain: list[list[int]], drawn: dict[str, Any], tmp_path: Path
 ) -> None:
     """So q is that of its ten likeliest tokens; the text is the target's all the same."""
-    paths = [
-        f"draft.path={draft_folder('four layers, sampled')}",
-        f"target.path={file}",
-        f"output={tmp_path / 'served'}",
-    ]
-    assert main(["export", "engine=llamacpp", *paths]) == 0
+    command = for_llamacpp("four layers, sampled", file, tmp_path / "served")
     network, metadata = load("four layers, sampled")
-    with LlamaCpp(file, tuple(on_card(tmp_path / "served", "llama-server"))) as server:
+    with LlamaCpp(file, command) as server:
         for temperature in TEMPERATURES:
             regime = in_regime(replace(plan, draft=network, kind=metadata.kind), temperature)
             prompts = regime.final(0, regime.bench.prompts)
@@ -197,9 +194,7 @@ def test_llamacpp_draws_drafts_of_the_ten_likeliest(
             drawn[f"temperature {temperature:g}"] = tau | {"tokens": emitted, "texts": likely.line()}
             print(f"\nllama.cpp, drawn, temperature {temperature:g}: {tau}; {likely.line()}")
             assert abs(tau["served"] / tau["predicted"] - 1) < checked.TOLERANCE and likely.passed
-    text = same_text(plan, plain, texts)
-    drawn["greedy_text"] = vars(text) | {"line": text.line()}
-    assert text.unexplained == 0
+    require_same(same_text(plan, plain, texts), drawn)
 
 
 @torch.no_grad()
@@ -225,9 +220,7 @@ def test_llamacpp_serves_the_targets_texts_at_once(
 ) -> None:
     """Whatever is accepted; tau with one text at a time and with four is kept."""
     case, prompts = CASES[name], plan.final(0, SIZE.prompts // 2)
-    paths = [f"draft.path={draft_folder(case.draft)}", f"target.path={file}", f"output={tmp_path / 'served'}"]
-    assert main(["export", "engine=llamacpp", *paths, *case.settings]) == 0
-    command = tuple(on_card(tmp_path / "served", "llama-server"))
+    command = for_llamacpp(case.draft, file, tmp_path / "served", *case.settings)
     figures = at_once[name] = {}
     for rows in (1, 4):
         with LlamaCpp(file, command, rows) as server:
@@ -294,9 +287,6 @@ def test_transformers_accepts_an_exported_draft_as_predicted(
     print(f"\ntransformers, {name}, temperature {temperature:g}: {found}")
     assert abs(figures["served"] / figures["predicted"] - 1) < checked.TOLERANCE
     if not temperature:
-        text = same_text(plan, timing.texts("plain").tokens, tokens)
-        found["greedy_text"] = vars(text) | {"line": text.line()}
-        print(text.line())
-        assert text.unexplained == 0
+        require_same(same_text(plan, timing.texts("plain").tokens, tokens), found)
         command = [sys.executable, *on_card(folder, "python")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("The")

@@ -32,7 +32,7 @@ from inference.models.pretrained import cast
 from inference.output import Counts, Emitted
 from inference.sampling.noise import row_ids
 from studies.vllm_arm import Worker
-from tests.engines.conftest import OUTPUT, reported
+from tests.engines.conftest import OUTPUT, reported, require_same
 from tests.engines.drafts import VOCABULARY, K, draft_folder, load
 from tests.engines.kinds.conftest import SIZE
 
@@ -113,10 +113,7 @@ def test_the_target_says_what_it_says_here(plan: Plan, plain: list[list[int]], f
     """Rope, norms, vocabulary and end of the written file, in greedy texts."""
     arm = engine_arm("plain", plan.plain(BATCH), Sampling(temperature=0), SIZE.new_tokens)
     ours = interleave([arm], plan.final(0, SIZE.prompts), BATCH, warmup=0).texts("plain").tokens
-    text = text_check(plan, ours, plain)
-    found["plain"]["greedy_text"] = vars(text) | {"line": text.line()}
-    print(f"\nllama.cpp, plain, beside this engine: {text.line()}")
-    assert text.unexplained == 0
+    require_same(text_check(plan, ours, plain), found["plain"])
 
 
 LLAMA3 = {
@@ -205,10 +202,7 @@ def test_a_draft_is_accepted_as_predicted(
             }
             print(f"\nllama.cpp, {DRAFT}, {dtype}, temperature {temperature:g}: {one}")
             assert one["served"] > 1.1 and abs(one["served"] / one["predicted"] - 1) < TOLERANCE
-    text = text_check(plan, plain, answer["tokens"])
-    figures["greedy_text"] = vars(text) | {"line": text.line()}
-    print(text.line())
-    assert text.unexplained == 0
+    require_same(text_check(plan, plain, answer["tokens"]), figures)
 
 
 def test_both_files_have_one_vocabulary(target: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from inference import Engine, Sampling
 from inference.exactness.forced import forced
+from inference.measure.costs import spans_of
 from inference.measure.tree_plan import distributions_of_rounds, reach_under
 from inference.policy import Fixed
 from inference.proposers import KINDS as REGISTERED
@@ -91,11 +92,13 @@ def test_text_on_a_device_is_that_of_the_host(kind: str, monkeypatch: pytest.Mon
     assert [one.stats.accepted for one in outs] == [one.stats.accepted for one in wanted]
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "p_eagle", "parallel"])
-def test_no_deeper_than_was_learnt(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "most"), [("medusa", 3), ("hydra", 3), ("p_eagle", 3), ("parallel", 4)])
+def test_no_deeper_than_was_learnt(kind: str, most: int) -> None:
+    """Chains end there, trees of more levels are refused."""
     target = tiny()
-    most = drafts(kind, target).depths
-    assert most
+    chains = KINDS[kind].proposer(target)
+    out = Engine(target, chains, policy=Fixed(7), rows=2).generate(PROMPTS[:3], max_new_tokens=20, ignore_eos=True)
+    assert len(out.stats.drafted) == most and spans_of(chains) == (2, most)
     with pytest.raises(
         ValueError, match=f"shape: the tree has {most + 1} levels, but the draft has at most {most}: give "
     ):

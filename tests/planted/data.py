@@ -36,7 +36,7 @@ ROWS_OF_BUGS = [
     ('reasons_one_by_one', 'cotrain/data/rows.py', 'Skipped.add', 're.sub(r"\\d+", "0", str(reason))', 'str(reason)', [DAMAGED + 'test_reasons_that_differ_in_a_number_are_counted_as_one'], 'four of a thousand equal reasons are listed'),
     ('names_that_cannot_be_printed', 'cotrain/data/rows.py', '_line', 'text.encode(errors="backslashreplace").decode()', 'text', [WHOLE], 'a traceback of the terminal'),
     ('domains_without_a_check', 'cotrain/data/rows.py', 'Reader.row', '_text("domain", left.pop("domain", "own"))', 'str(left.pop("domain", "own"))', [SKIPPED], 'a traceback where texts are written'),
-    ('renderings_without_a_check', 'cotrain/data/conversations.py', 'Template.text', 'content_of("the rendered conversation", {"content": text})', 'pass', [SKIPPED], 'a traceback of the tokenizer'),
+    ('renderings_without_a_check', 'cotrain/data/conversations.py', 'Template.text', 'require_text("the rendered conversation", text)', 'pass', [SKIPPED], 'a traceback of the tokenizer'),
     ('questions_are_texts', 'cotrain/data/rows.py', 'Reader._read', '(PROMPT, INSTRUCTION, QUESTION)', '(PROMPT, INSTRUCTION)', [SHAPE], 'answers are lost'),
     ('answers_without_their_end', 'cotrain/data/conversations.py', 'Template.ended', 'place + 1 for', 'place for', [SHAPE], 'a draft never ends a turn'),
     ('columns_read_as_another', 'cotrain/data/rows.py', '_meanings', 'MEANINGS.get(name, main)', 'main', [SHAPES + 'test_what_columns_are_read_as_is_said'], 'the check says nothing of answers'),

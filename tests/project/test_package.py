@@ -38,10 +38,6 @@ def test_the_packed_folder_wins(tmp_path: Path) -> None:
     assert folder("conf", tmp_path / "cotrain") == tmp_path / "cotrain/_conf"
 
 
-def test_the_checkout_folder_is_found_beside_the_package() -> None:
-    assert folder("conf") == ROOT / "conf"
-
-
 def test_a_missing_folder_names_both_places(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"cotrain/_data nor .*/data exists"):
         folder("data", tmp_path / "cotrain")

@@ -10,10 +10,9 @@ import pytest
 from lightning.pytorch.loggers import wandb as lightning_wandb
 
 from cotrain.board import curves, tags
-from cotrain.cli import main
 from cotrain.config.groups import Trainer
 from cotrain.config.settings import TrainConfig
-from tests.cotrain.commands.test_train import SIZES, events_of, job, place  # noqa: F401 - a fixture
+from tests.cotrain.commands.test_train import events_of, job, place  # noqa: F401 - a fixture
 
 
 class Run:
@@ -118,7 +117,6 @@ def test_a_missing_package_is_named_before_files_are_written(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("cotrain.training.preconditions.find_spec", lambda name: None)
-    paths = [f"target.path={place / 'target'}", f"output={place / 'none'}", f"data.path={place / 'own.jsonl'}"]
-    assert main(["train", *paths, *SIZES, "trainer.logger=wandb"]) == 1
+    assert job(place, "none", "trainer.logger=wandb") == 1
     assert capsys.readouterr().err == "cotrain train: trainer.logger=wandb: it needs wandb: pip install wandb\n"
     assert not (place / "none").exists()

@@ -13,8 +13,9 @@ import pytest
 from cotrain import console
 from cotrain.bench.measurement import TimingDisplay
 from cotrain.cli import main
-from cotrain.console import Display, answering, clock, strict
+from cotrain.console import Display, answering, clock
 from cotrain.training.progress import Bar, Progress
+from inference.report.schema import strict
 from inference.report.table import headline
 from tests.cotrain.evaluation.test_comparison import run as judged
 

@@ -2,13 +2,11 @@
 
 import copy
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from datasets import Dataset
-from safetensors.torch import load_file, save_file
 from transformers import configuration_utils
 
 from cotrain.bench import server_parity
@@ -25,8 +23,9 @@ from inference.proposers.quantised import Quantised, QuantisedConfig
 from inference.proposers.trees import StaticTrees
 from inference.report.build import _of_engine, validate
 from inference.servers.openai_client import Served
-from tests.draft_folders import draft_folder
-from tests.folders import VOCABULARY, network, own_texts, target_folder, tokenizer
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
+from tests.draft_folders import copied, draft_folder
+from tests.folders import VOCABULARY, network, target_and_texts, tokenizer
 from tests.often import often
 from tests.settings import composed, put
 
@@ -50,9 +49,7 @@ RUN: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, a datastore and texts."""
-    place = tmp_path_factory.mktemp("kinds")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl", 60)
+    place = target_and_texts(tmp_path_factory.mktemp("kinds"), 60)
     texts = [json.loads(line)["text"] for line in (place / "own.jsonl").read_text(encoding="utf-8").splitlines()]
     Datastore.of([tokenizer()(text).input_ids for text in texts], About(VOCABULARY, 8)).save(place / "store")
     return place
@@ -68,13 +65,6 @@ def settings() -> dict[str, Any]:
 def plain(place: Path) -> list[int]:
     """What the target alone says behind the prompt."""
     return said(Engine(str(place / "target")))
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What rounds cost is not looked at here."""
-    monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
 
 
 def said(engine: Engine) -> list[int]:
@@ -191,14 +181,6 @@ def test_a_server_of_any_kind_is_compared(
     assert (report["kind"], report["k"], report["parity"]["tokens"]) == (kind, 2, 8 * 11)
 
 
-def changed(path: Path, old: Path, **values: Any) -> Path:
-    """A copy with another config.json."""
-    shutil.copytree(old, path)
-    config = read_json(path / "config.json")
-    (path / "config.json").write_text(json.dumps(config | values))
-    return path
-
-
 @pytest.mark.parametrize(
     ("kind", "values", "message"),
     [
@@ -237,7 +219,7 @@ def test_a_folder_that_does_not_fit_is_refused_by_name(
     Datastore.of([[1, 2, 3]], About(VOCABULARY, 8, tokenizer="another")).save(tmp_path / "words")
     for name in ("store", "words"):
         values = json.loads(json.dumps(values).replace(name.upper(), str(tmp_path / name)))
-    path = changed(tmp_path / "draft", drafted(place, kind), **values)
+    path = copied(tmp_path / "draft", drafted(place, kind), **values)
     with pytest.raises(ValueError, match=message.replace("PATH", str(path))):
         ran(settings, "bench", path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -248,12 +230,9 @@ def test_a_folder_is_read_as_what_it_says(place: Path) -> None:
     path = drafted(place, "eagle")
     with pytest.raises(ValueError, match="a draft of kind 'eagle' has weights of EagleNetwork, not a causal"):
         load(path, kind="independent")
-    copied = changed(place / "lacking", path)
-    tensors = load_file(copied / "model.safetensors")
-    del tensors["fc.weight"]
-    save_file(tensors, copied / "model.safetensors", {"format": "pt"})
+    lacking = copied(place / "lacking", path, lambda tensors: tensors.pop("fc.weight"))
     with pytest.raises(ValueError, match="tensor fc.weight is missing"):
-        load(copied)
+        load(lacking)
 
 
 def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from inference import Engine, Sampling, load
 from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
-from tests.cotrain.commands.test_train import SIZES
+from tests.cotrain.commands.test_train import SIZES, job
 from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 from tests.draft_folders import bare, draft_folder
-from tests.folders import network, own_texts, target_folder
+from tests.folders import network, target_and_texts
 
 BENCH = [size for size in SIZES if size.startswith("bench.")]
 
@@ -24,18 +24,11 @@ BENCH = [size for size in SIZES if size.startswith("bench.")]
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, own texts, a small draft and one that reads the target."""
-    place = tmp_path_factory.mktemp("levels")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl")
+    place = target_and_texts(tmp_path_factory.mktemp("levels"))
     draft_folder(place / "small", place / "target", "independent")
     for kind in ("medusa", "early_exit", "retrieval"):
         draft_folder(place / kind, place / "target", kind)
     return place
-
-
-def job(place: Path, output: str, *settings: str) -> int:
-    paths = (f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}")
-    return main(["train", *paths, *SIZES, *settings])
 
 
 @pytest.mark.parametrize(("bits", "name"), [(4, "nf4"), (8, "int8")])

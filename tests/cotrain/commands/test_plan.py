@@ -174,11 +174,6 @@ def test_wrong_settings_are_named(
     assert says in capsys.readouterr().err
 
 
-def test_a_plan_without_a_draft_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan"]) != 0
-    assert "draft.path=" in capsys.readouterr().err
-
-
 @pytest.mark.thorough
 def test_the_recommendation_is_timed_beside_its_neighbours_and_the_adaptive_policy(
     run: Path, capsys: pytest.CaptureFixture[str]

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from cotrain.commands.bench import DEPTHS, _plan_line, _planned
+from cotrain.commands.bench import _plan_line, _planned
 from cotrain.commands.served_pair import prompts
+from cotrain.config.groups import DEPTHS
 from cotrain.planning import planner
 from cotrain.planning.forecast import TreeForecast
 from cotrain.planning.planner import MeasuredCosts, plan_length

@@ -15,8 +15,9 @@ from cotrain.evaluation.comparison import FIGURES
 from cotrain.export.eagle3 import export
 from inference.drafts.weight_files import read_json
 from inference.models.pretrained import load_model
+from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 from tests.draft_folders import draft_folder
-from tests.folders import own_texts, target_folder
+from tests.folders import target_and_texts, target_folder
 
 BENCH = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=8
 bench.minutes=0 bench.depths=[2]""".split()
@@ -28,9 +29,7 @@ draft=eagle draft.depths=3 init=pretrained measure=false optimizer.lr=1e-9""".sp
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and texts; an eagle draft of it as cotrain writes one, and the same draft as others publish it."""
-    place = tmp_path_factory.mktemp("published")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl", 60)
+    place = target_and_texts(tmp_path_factory.mktemp("published"), 60)
     made = draft_folder(place / "eagle", place / "target", "eagle", vocabulary=80)
     out = export(made, place / "speculators", "speculators", target=load_model(str(place / "target")))
     for name in ("cotrain.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -46,12 +45,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def commanded(place: Path, name: str, draft: str, output: Path, *settings: str) -> int:
     return main([name, f"draft.path={place / draft}", f"target.path={place / 'target'}", f"output={output}", *settings])
-
-
-@pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference.measure.costs.MOST", 1)
-    monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
 
 
 def test_bench_measures_it_and_says_what_it_is(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,16 +81,6 @@ def test_an_export_of_what_engines_load_is_refused(
 ) -> None:
     assert commanded(place, "export", "eagle3", tmp_path / "out") == 1
     assert "in a layout that engines load: serve the folder as it is" in capsys.readouterr().err
-
-
-def test_generate_says_what_the_target_alone_says(
-    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    shared = [f"target.path={place / 'target'}", "prompt=0001 one", "max_new_tokens=8", "regime=t0"]
-    assert main(["generate", *shared]) == 0
-    alone = capsys.readouterr().out
-    assert main(["generate", f"draft.path={place / 'eagle3'}", *shared]) == 0
-    assert capsys.readouterr().out == alone
 
 
 def test_a_training_starts_with_its_acceptance(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

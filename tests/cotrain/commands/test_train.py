@@ -1,7 +1,6 @@
 """The commands that train, at tiny size through the command line: from own texts to a draft that decodes."""
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -19,14 +18,13 @@ from cotrain.board import tags
 from cotrain.cli import main
 from cotrain.data.texts import Texts
 from cotrain.rollout import samplers
-from cotrain.run_folder import claim
 from cotrain.training import fit, preflight, results
 from cotrain.training import run as runs
 from inference import Sampling, load
 from inference.drafts.weight_files import read_json
 from inference.report.build import validate
 from tests import standin
-from tests.folders import own_texts, target_folder, write_rows
+from tests.folders import run_paths, target_and_texts, target_folder, write_rows
 from tests.pages import Parsed
 from tests.settings import composed, typed
 
@@ -48,15 +46,11 @@ def quickly() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target and own texts."""
-    place = tmp_path_factory.mktemp("train")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl", 220)
-    return place
+    return target_and_texts(tmp_path_factory.mktemp("train"), 220)
 
 
 def job(place: Path, output: str, *settings: str, target: str = "target") -> int:
-    paths = [f"target.path={place / target}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]
-    return main(["train", *paths, *SIZES, *settings])
+    return main(["train", *run_paths(place, output, target), *SIZES, *settings])
 
 
 @pytest.fixture(scope="module")
@@ -166,18 +160,6 @@ def test_a_draft_of_an_adapted_target_does_not_load_the_bare_one(run: Path, plac
     with pytest.raises(ValueError, match="with the adapter /some/lora; give target="):
         load(folder)
     assert load(folder, str(place / "target")).policy.k == planned(run)
-
-
-def test_transformers_takes_the_draft_as_its_assistant(run: Path, place: Path) -> None:
-    target, assistant = (
-        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (place / "target", run / "draft")
-    )
-    inputs = AutoTokenizer.from_pretrained(run / "draft")("def add(a, b):", return_tensors="pt")
-    plain, assisted = (
-        target.generate(**inputs, do_sample=False, max_new_tokens=20, assistant_model=model)
-        for model in (None, assistant)
-    )
-    assert torch.equal(plain, assisted) and plain.shape[1] > inputs["input_ids"].shape[1]
 
 
 def test_a_finished_run_prints_its_table_again(
@@ -380,23 +362,13 @@ def no_number(folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
-def no_tokenizer(folder: Path) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).unlink()
-
-
 def no_config(folder: Path) -> None:
     (folder / "config.json").write_text("{oops")
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (no_number, "NaN or infinite weights"),
-        (no_tokenizer, "has no tokenizer files"),
-        (shutil.rmtree, "is no folder"),
-        (no_config, "config.json"),
-    ],
+    [(no_number, "NaN or infinite weights"), (no_config, "config.json")],
 )
 def test_a_bad_target_is_one_line_and_leaves_nothing(
     place: Path, change: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
@@ -420,12 +392,6 @@ def test_a_draft_that_cannot_be_trained_is_refused_before_texts_are_sampled(
     assert "draft: its head does more than project" in capsys.readouterr().err
 
 
-def test_a_folder_in_use_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with claim(place / "held"):
-        assert job(place, "held") == 1
-        assert f"is in use by process {os.getpid()}" in capsys.readouterr().err
-
-
 def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Plain Hugging Face files: a causal LM and its tokenizer, nothing of this project. The answer is JSON."""
     foreign = place / "foreign"
@@ -447,8 +413,7 @@ def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: p
 
 def test_rollout_writes_a_set(place: Path) -> None:
     sizes = [one for one in SIZES if one.startswith("rollout.") and "temperatures" not in one]
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'texts'}"]
-    assert main(["rollout", "kind=held_out", "regime=t05", *paths, *sizes]) == 0
+    assert main(["rollout", "kind=held_out", "regime=t05", *run_paths(place, "texts"), *sizes]) == 0
     made = read_json(place / "texts" / "held_out_T0.5.json")
     assert (made["rows"], made["prompt_tokens"], made["kind"]) == (2, 8, "held_out")
     assert (place / "texts" / "held_out_T0.5.parquet").is_file()

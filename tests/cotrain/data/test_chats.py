@@ -8,7 +8,6 @@ from typing import Any
 import datasets
 import pytest
 
-from cotrain.config.groups import Data
 from cotrain.data.conversations import Template
 from cotrain.data.prompt_rows import PromptRows
 from cotrain.data.rows import Reader
@@ -16,7 +15,7 @@ from cotrain.data.sources import read_data, sources_of
 from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
-from tests.cotrain.data.test_inputs import source_of
+from tests.cotrain.data.test_inputs import given, source_of
 from tests.folders import tokenizer, write_rows
 
 END = "<|endoftext|>"
@@ -149,7 +148,7 @@ def test_calls_are_read_alike_from_every_kind_of_file(calling: str, tmp_path: Pa
     template = of(PLAIN.replace("{{ m.content }}", "{{ m.content }}" + shown))
     read, ids, lines = list[Any](), list[Any](), list[Any]()
     for name in ("own.jsonl", "own.json", "own.parquet", "saved", "text.jsonl"):
-        data = settings(tmp_path / name)
+        data = given(tmp_path / name)
         read.append([row for _, row in read_data(data)])
         lines.append([Reader(templated=True).row(row).content for row in read[-1]])
         ids.append(sources_of(data, (ALL_ROWS,), template)[ALL_ROWS].rows)  # type: ignore[union-attr]
@@ -163,7 +162,7 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
     tools = [[{"name": "a", "parameters": {"x": 1}}], [{"name": "b", "parameters": {"y": None}}]]
     rows = [chat(f"call {i}", "done") | {"tools": tools[i % 2]} for i in range(40)]
     path = write_rows(tmp_path / "chats.jsonl", rows)
-    source = source_of(settings(path), "train", of(TOOLS).tokenizer)
+    source = source_of(given(path), "train", of(TOOLS).tokenizer)
     assert source.rendered
     starts = {str(tokenizer().decode(row["prompt"])).split("<")[0] for row in source.rows}
     assert starts == {'[a {"x": 1}]', '[b {"y": null}]'}
@@ -181,8 +180,6 @@ def test_tools_are_shown_with_the_keys_that_were_written(tmp_path: Path) -> None
             ".* the same text whatever the user says: correct",
         ),
         (None, chat("Hi", "Yes?", "More", "No"), "without a chat template"),
-        (PLAIN, {"messages": [{"role": "bot", "content": "Hi"}]}, "role 'bot': it must be one of system"),
-        (PLAIN, {"messages": ["Hi"]}, "it holds no list of messages"),
         (PLAIN, {"messages": []}, "it holds no list of messages"),
     ],
 )
@@ -204,17 +201,13 @@ def test_of_an_answer_that_cannot_be_learnt_the_prompt_is_read(template: str, an
     assert turn.prompt and not turn.completion and reason in turn.lost
 
 
-def settings(path: Path, column: str | None = None) -> Data:
-    return Data(path=str(path), column=column, bytes={}, held_out_bytes={}, block=8, embedded_shares={}, take=1000)
-
-
 def test_one_prompt_is_never_in_both_splits(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "chats.jsonl", [chat("the same", f"answer {i}") for i in range(60)])
     with pytest.raises(
         ValueError, match="the split .* gets none of the 60 rows: .* 1 different prompts, and at least 5"
     ):
         for split in ("train", "held_out"):
-            source_of(settings(path), split, of(PLAIN).tokenizer)
+            source_of(given(path), split, of(PLAIN).tokenizer)
 
 
 def chats(lengths: dict[str, list[int]]) -> PromptRows:

@@ -92,7 +92,7 @@ def test_a_folder_of_files_may_hold_splits(tmp_path: Path) -> None:
     (place / "test.jsonl").write_text(lines("T"))
     (place / "README.md").write_text("# Ours\n")
     assert texts(place) == ["a", "b", "c"] and texts(place, split="test") == ["T"]
-    remarks = sources_of(given(place), (ALL_ROWS,), Template(tokenizer(), {}, ()), False)[ALL_ROWS].remarks
+    remarks = source_of(given(place), ALL_ROWS, tokenizer()).remarks
     assert remarks[0] == "data.path: 3 of 3 rows are read, columns text; files not read (1): test.jsonl"
     with pytest.raises(ValueError, match="data.path: .* cannot be read: .*'?dev"):
         texts(place, split="dev")

@@ -191,7 +191,7 @@ def test_rows_that_repeat_others_are_counted(answers: list[str], said: str, tmp_
     """By all that is read of them, also of an answer, and not by what is not read."""
     rows = [{"prompt": "ask", "response": one, "id": place} for place, one in enumerate(answers)]
     file = write(tmp_path / "own.jsonl", rows)
-    source = sources_of(given(file), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    source = source_of(given(file), ALL_ROWS, templated())
     lines = [line for line in source.remarks if "repetitions" in line]
     assert lines == ([f"data.path: {said} rows are repetitions of others"] if said else [])
 
@@ -244,7 +244,7 @@ def test_an_answer_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
     """As OpenAI's fine-tuning files mark it; its prompt is used."""
     rows = [{"messages": [USER, SAID | {"weight": weight}]} for weight in (0, 1)]
     write_rows(tmp_path / "own.jsonl", rows)
-    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    source = source_of(given(tmp_path / "own.jsonl"), ALL_ROWS, templated())
     assert isinstance(source, PromptRows)
     assert [bool(row["completion"]) for row in source.rows] == [False, True]
     assert "1 answers are not learnt from" in source.remarks[-1] and "has weight 0" in source.remarks[-1]
@@ -252,7 +252,7 @@ def test_an_answer_of_weight_0_is_not_learnt(tmp_path: Path) -> None:
 
 def test_the_domain_is_a_column_that_is_read(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"prompt": "a", "domain": "law"}\n')
-    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    source = source_of(given(tmp_path / "own.jsonl"), ALL_ROWS, templated())
     assert "columns prompt, domain" in source.remarks[0] and "by which figures are given: domain" in source.remarks[1]
 
 
@@ -262,5 +262,5 @@ def test_an_extension_is_read_in_any_case_and_hidden_files_are_not(name: str, tm
     (tmp_path / name).write_bytes(gzip.compress(content) if name.lower().endswith("gz") else content)
     for hidden in (".a.csv", ".b.csv"):
         (tmp_path / hidden).write_text("prompt\nb\n")
-    source = sources_of(given(tmp_path), (ALL_ROWS,), Template(templated(), {}, ()))[ALL_ROWS]
+    source = source_of(given(tmp_path), ALL_ROWS, templated())
     assert ": 1 of 1 rows" in source.remarks[0]

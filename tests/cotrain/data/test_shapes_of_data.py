@@ -24,7 +24,7 @@ from cotrain.data.sources import sources_of
 from cotrain.data.splits import ALL_ROWS
 from cotrain.rollout.samplers import Ask
 from cotrain.rollout.training_texts import logged
-from tests.cotrain.data.test_inputs import given
+from tests.cotrain.data.test_inputs import given, source_of
 from tests.folders import target_folder, tokenizer, write_rows
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "data.md"
@@ -273,7 +273,7 @@ def test_objects_over_several_lines_are_all_read(tmp_path: Path) -> None:
     """As jq prints them."""
     rows = [{"prompt": f"say {place}", "tags": ["a", "b"]} for place in range(3)]
     (tmp_path / "own.json").write_text("\n".join(json.dumps(row, indent=2) for row in rows))
-    source = sources_of(given(tmp_path / "own.json"), (ALL_ROWS,), Template(words(TEMPLATE), {}, ()))[ALL_ROWS]
+    source = source_of(given(tmp_path / "own.json"), ALL_ROWS, words(TEMPLATE))
     assert isinstance(source, PromptRows)
     assert [row["prompt"] for row in source.rows] == [by_template(says(f"say {n}"), TEMPLATE)[0][0] for n in range(3)]
 
@@ -286,7 +286,7 @@ def test_what_columns_are_read_as_is_said(tmp_path: Path) -> None:
         {"messages": says("h", "i")},
     ]
     write_rows(tmp_path / "own.jsonl", rows)
-    source = sources_of(given(tmp_path / "own.jsonl"), (ALL_ROWS,), Template(words(TEMPLATE), {}, ()))[ALL_ROWS]
+    source = source_of(given(tmp_path / "own.jsonl"), ALL_ROWS, words(TEMPLATE))
     assert source.remarks[1] == (
         "data.path: read as the prompt: instruction, input, prompt; the answer: output, answer; the system turn: "
         "system; the tools: tools; the conversation: messages"

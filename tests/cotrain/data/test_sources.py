@@ -98,23 +98,6 @@ def test_a_column_that_is_named_must_be_there(tmp_path: Path, row: dict[str, obj
         source_of(named, "train", tokenizer())
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("own.jsonl", '{"text": "%s"}'),
-        ("folder", '{"messages": [{"role": "user", "content": "%s"}]}'),
-    ],
-)
-def test_a_line_that_is_not_utf8_is_named(tmp_path: Path, name: str, row: str) -> None:
-    file = tmp_path / name / "own.jsonl" if name == "folder" else tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_bytes(b"\n".join([(row % "cafe").encode()] * 5 + [row.encode().replace(b"%s", b"caf\xe9")]))
-    with pytest.raises(
-        ValueError, match="data.path: .*: 1 of 6 rows cannot be read: 1, the first own.jsonl, line 6: it is not UTF-8"
-    ):
-        source_of(settings(str(tmp_path / name)), "train", tokenizer())
-
-
 def test_too_little_text_is_named(tmp_path: Path) -> None:
     one = own(tmp_path, {"text": "ab"})
     with pytest.raises(ValueError, match="data.path: the split held_out gets none of the 1 rows"):

@@ -9,9 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cotrain.commands import export as commands
-from cotrain.config.groups import Model
-from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export import medusa_layout
 from cotrain.export.eagle3 import export
@@ -21,6 +18,7 @@ from inference.drafts.draft_folder import REPORT, Metadata, load_draft, read, sa
 from inference.drafts.weight_files import WEIGHTS, read_json
 from inference.proposers.block import BlockNetwork
 from tests import kinds
+from tests.cotrain.export.test_eagle_export import run_export
 from tests.folders import target_folder
 from tests.tiny import tiny
 
@@ -171,20 +169,10 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
 def test_the_command_is_that_of_its_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (tiny(dtype=torch.float32), None))
     built(tmp_path / "draft", markov_rank=3)
 
     def run(engine: str, layout: str) -> str:
-        commands.run(
-            ExportConfig(
-                draft=Model(path=str(tmp_path / "draft")),
-                target=Model(path="merged/one"),
-                engine=engine,
-                layout=layout,
-                output=str(tmp_path / "out"),
-                overwrite=True,
-            )
-        )
+        run_export(tmp_path / "draft", tiny(dtype=torch.float32), monkeypatch, engine=engine, layout=layout)
         return capsys.readouterr().out
 
     assert run("vllm", "auto") == run("vllm", "dflash")

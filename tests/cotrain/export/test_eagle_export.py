@@ -1,6 +1,7 @@
 """Folders of feature drafts that engines load."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +27,19 @@ TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 def built(tmp_path: Path) -> Path:
     network = kinds.eagle(tiny(dtype=torch.float32), draft_vocab_size=16)
     return save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="eagle"), None)
+
+
+def run_export(draft: Path, target: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """Run the command into `out` beside the draft, for a target that is called merged/one."""
+    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (target, None))
+    config = ExportConfig(
+        draft=Model(path=str(draft)),
+        target=Model(path="merged/one"),
+        output=str(draft.with_name("out")),
+        overwrite=True,
+        **settings,
+    )
+    commands.run(config)
 
 
 def test_the_eagle3_format(built: Path, tmp_path: Path) -> None:
@@ -74,20 +88,9 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
     target, tree = tiny(dtype=torch.float32), PlannedTree((-1, -1, -1, 0, 0, 3), "tree")
     metadata = Metadata(TARGET, 4, kind="eagle", tree=tree)
     built = save(kinds.eagle(target, draft_vocab_size=16), None, tmp_path / "draft", metadata, None)
-    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (target, None))
 
     def said(engine: str, k: int | None = None) -> str:
-        commands.run(
-            ExportConfig(
-                draft=Model(path=str(built)),
-                target=Model(path="merged/one"),
-                engine=engine,
-                layout="auto",
-                k=k,
-                output=str(tmp_path / "out"),
-                overwrite=True,
-            )
-        )
+        run_export(built, target, monkeypatch, engine=engine, k=k)
         return capsys.readouterr().out
 
     flags = "--speculative-num-steps {} --speculative-eagle-topk {} --speculative-num-draft-tokens {}"

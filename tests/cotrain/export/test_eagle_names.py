@@ -17,9 +17,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from cotrain.commands import export as commands
-from cotrain.config.groups import Model
-from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import FEATURES, captured, launch
@@ -27,6 +24,7 @@ from inference.drafts.draft_folder import Metadata, read, save
 from inference.drafts.weight_files import read_json
 from inference.proposers.eagle import EagleConfig, EagleNetwork, output_layers
 from tests import kinds
+from tests.cotrain.export.test_eagle_export import run_export
 from tests.tiny import tiny
 
 LAYERS, NARROW = [2, 4, 5], 16  # states of the target of 8 layers; tokens of a pruned draft
@@ -105,20 +103,6 @@ def exported(target: LlamaForCausalLM, place: Path, layers: list[int], layout: s
     return export(built, place / layout, layout, target=target)
 
 
-def asked(place: Path, target: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> ExportConfig:
-    """An export for TensorRT-LLM of the draft in `place`."""
-    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (target, None))
-    return ExportConfig(
-        draft=Model(path=str(place / "draft")),
-        target=Model(path="the/target"),
-        engine="tensorrt_llm",
-        layout="eagle3",
-        k=2,
-        output=str(place / "out"),
-        overwrite=True,
-    )
-
-
 @pytest.mark.parametrize("layers", [LAYERS, [2, 4, 7], [1, 3, 6]], ids=str)
 def test_each_engine_captures_the_states_that_were_learnt_from(
     layers: list[int], target: LlamaForCausalLM, tmp_path: Path
@@ -137,7 +121,7 @@ def test_the_command_that_is_printed_names_the_layers(
 ) -> None:
     """To the one engine that does not find them in the folder; on the card too."""
     exported(target, tmp_path, LAYERS)
-    commands.run(asked(tmp_path, target, monkeypatch))
+    run_export(tmp_path / "draft", target, monkeypatch, engine="tensorrt_llm", layout="eagle3", k=2)
     said = '"eagle3_layers_to_capture": [1, 3, 4]'
     assert said in capsys.readouterr().out and said in (tmp_path / "out" / "README.md").read_text()
 
@@ -148,7 +132,7 @@ def test_states_that_no_engine_gives_twice_are_warned_of(
     """As drafts of targets of few layers read them; here they are served all the same."""
     for layers, said in (([2, 4, 4], True), ([4, 2, 5], True), (LAYERS, False)):
         exported(target, tmp_path / str(layers), layers)
-        commands.run(asked(tmp_path / str(layers), target, monkeypatch))
+        run_export(tmp_path / str(layers) / "draft", target, monkeypatch, engine="tensorrt_llm", layout="eagle3", k=2)
         assert ("reads the target's states [" in capsys.readouterr().out) == said
 
 

@@ -9,9 +9,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cotrain.commands import export as commands
-from cotrain.config.groups import Model
-from cotrain.config.settings import ExportConfig
 from cotrain.errors import UserError
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import launch
@@ -19,6 +16,7 @@ from inference import load
 from inference.drafts.draft_folder import Metadata, save
 from inference.drafts.weight_files import read_json
 from tests import kinds
+from tests.cotrain.export.test_eagle_export import run_export
 from tests.tiny import tiny
 
 TARGET = {"name": "the-target", "config": None, "tokenizer": None}
@@ -129,20 +127,8 @@ def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -
 def test_the_command_tells_vllm_to_draft_in_parallel_and_no_other_engine_gets_one(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "load_pair", lambda path, device_map: (tiny(dtype=torch.float32), None))
-
     def run(engine: str, layout: str) -> str:
-        commands.run(
-            ExportConfig(
-                draft=Model(path=str(built)),
-                target=Model(path="merged/one"),
-                engine=engine,
-                layout=layout,
-                k=2,
-                output=str(tmp_path / "out"),
-                overwrite=True,
-            )
-        )
+        run_export(built, tiny(dtype=torch.float32), monkeypatch, engine=engine, layout=layout, k=2)
         return capsys.readouterr().out
 
     for engine in ("sglang", "tensorrt_llm"):

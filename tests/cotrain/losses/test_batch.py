@@ -15,11 +15,10 @@ from cotrain.losses.spec import parse
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import IndependentStudent
 from cotrain.training.module import Distillation, Stage
-from tests.cotrain.losses.test_sequence import LENGTHS, PROMPTS, alone, batch, conversations, learnt
+from tests.cotrain.losses.test_sequence import LENGTHS, PROMPTS, K, alone, batch, calls, conversations, learnt
 from tests.student_kinds import STUDENTS
 from tests.tiny import tiny
 
-K = 4
 CONVERSATIONS = [0, 1, 2, 3]
 
 
@@ -63,19 +62,6 @@ def ratios(student: Any, target: LlamaForCausalLM, row: int) -> Tensor:
         grid[guess.at] = guess.head(guess.states).log_softmax(-1)
         by_depth.append((grid[first - 1 : -1].gather(1, x[:, None]) - logp.gather(1, x[:, None]).detach())[:, 0])
     return torch.stack(by_depth, 1).exp().clamp(max=1)
-
-
-def calls(r: Tensor) -> Tensor:
-    """Backward recursion by hand: a round drafts the token n positions after its start at depth n."""
-    expected = [r.new_zeros(())] * (len(r) + K + 2)
-    for t in reversed(range(len(r))):
-        total, reached = r.new_ones(()), r.new_ones(())
-        for n in range(K + 1):
-            passes = r[t + n, n] if n < min(K, r.shape[1]) and t + n < len(r) else r.new_zeros(())
-            total = total + reached * (1 - passes) * expected[t + n + 1]
-            reached = reached * passes
-        expected[t] = total
-    return expected[0]
 
 
 def test_calls_by_depth_match_a_recursion_by_hand(target: LlamaForCausalLM) -> None:

@@ -68,13 +68,15 @@ def ratios(target: LlamaForCausalLM, small: LlamaForCausalLM, row: int) -> Tenso
     return (logq - logp.detach()).exp().clamp(max=1)
 
 
-def calls(r: Tensor) -> Tensor:
-    """Expected target calls, backwards: a round at t that accepts n drafts is followed by one at t + n + 1."""
-    expected = [r.new_zeros(())] * (len(r) + K + 2)
+def calls(r: Tensor, k: int = K) -> Tensor:
+    """Expected target calls, backwards: a round at t that accepts n drafts is followed by one at t + n + 1. r: of each
+    token, or of each token and depth."""
+    r = r.unsqueeze(1).expand(-1, k) if r.ndim == 1 else r
+    expected = [r.new_zeros(())] * (len(r) + k + 2)
     for t in reversed(range(len(r))):
         total, reached = r.new_ones(()), r.new_ones(())
-        for n in range(K + 1):
-            passes = r[t + n] if n < K and t + n < len(r) else r.new_zeros(())
+        for n in range(k + 1):
+            passes = r[t + n, n] if n < min(k, r.shape[1]) and t + n < len(r) else r.new_zeros(())
             total = total + reached * (1 - passes) * expected[t + n + 1]
             reached = reached * passes
         expected[t] = total

@@ -13,7 +13,7 @@ from cotrain.page.html_page import run_headline, share_of_costs
 from cotrain.page.loaded_run import load_runs
 from cotrain.page.rendering import visible_controls
 from cotrain.page.run_charts import crossing
-from inference.report.build import table
+from inference.report.table import table
 from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, record
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from cotrain.page import html_page
 from cotrain.page.loaded_run import load_runs
+from tests.cotrain.page.test_page import small as small  # a fixture
 from tests.pages import Parsed, folder, full_report, marker
 
 SPEED = "/report/speedup"
@@ -34,11 +35,6 @@ BY_DEPTH = {
     "accepted given all earlier, measured": "/report/acceptance/conditional/measured/0",
     "accepted given all earlier, predicted": f"{HELD}/conditional_T1~1all~11",
 }
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_page, "_plotly", lambda: "var Plotly")
 
 
 def page(path: Path, report: dict[str, Any] | None, **files: Any) -> str:

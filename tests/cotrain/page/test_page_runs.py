@@ -13,12 +13,8 @@ from cotrain.evaluation.comparison import compare
 from cotrain.page import html_page
 from cotrain.page.loaded_run import load_runs, read_curves, thinned
 from tests.cotrain.evaluation.test_comparison import run as judged
+from tests.cotrain.page.test_page import small as small  # a fixture
 from tests.pages import Parsed, folder, marker
-
-
-@pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html_page, "_plotly", lambda: "var Plotly")
 
 
 def events(place: Path, name: str, steps: dict[int, float], second: int) -> None:

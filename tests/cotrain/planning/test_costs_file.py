@@ -1,7 +1,6 @@
 """Costs of rounds from a file."""
 
 import json
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from cotrain.errors import UserError
-from cotrain.planning.costs_file import PARTS, read_costs
+from cotrain.planning.costs_file import read_costs
 from inference.measure.costs import Costs
 from tests.broken import broken
 
@@ -40,9 +39,6 @@ def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None
     assert read_costs(str(file), "d", [1], 2)[1].rounds == ONE.rounds
 
 
-WRONG = (math.nan, math.inf, -math.inf, -9.0)
-
-
 @pytest.mark.parametrize(
     ("rows", "longest", "change", "said"),
     [
@@ -50,23 +46,11 @@ WRONG = (math.nan, math.inf, -math.inf, -9.0)
         ([1], 3, {}, "must have 4 numbers or more, for draft lengths 0 .. 3; they have 3 and 3"),
         ([1], 2, {"rest": [0.1]}, "they have 3 and 1"),
         ([1], 2, {"target": [0, 1, 2], "rest": [0, 0, 0]}, "rounds must take some seconds"),
-        *(
-            ([1], 2, {part: [1, 1, wrong] if part in ("target", "rest") else wrong}, "must be")
-            for part in PARTS
-            for wrong in WRONG
-        ),
+        ([1], 2, {"rest": [1, 1, -9.0]}, "must be"),
         ([1], 2, {"draft": None}, "it must be a plan.json, or a JSON object"),
         ([1], 2, {"draft": "fast"}, "fast"),
     ],
-    ids=[
-        "no rows",
-        "too short",
-        "unequal",
-        "no time",
-        *(f"{part} {wrong}" for part in PARTS for wrong in WRONG),
-        "nothing",
-        "a word",
-    ],
+    ids=["no rows", "too short", "unequal", "no time", "negative", "nothing", "a word"],
 )
 def test_wrong_files_are_named(rows: list[int], longest: int, change: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"

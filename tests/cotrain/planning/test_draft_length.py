@@ -1,13 +1,11 @@
-"""The choice of a draft length, and the budget of a measurement."""
+"""The choice of a draft length."""
 
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from cotrain.bench import measurement
 from cotrain.planning import planner
 from cotrain.planning.forecast import Forecast, acceptance
 from cotrain.planning.planner import MeasuredCosts, plan_entries, plan_length
@@ -32,10 +30,6 @@ def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> No
     assert dear.k == 1 and plan_entries(dear, "token")["plain_is_faster"] is True
     assert dear.speedups[0] == 1 > dear.speedups[1] > dear.speedups[3]
     assert plan_entries(chains_of(1, (1.0, 1.0)), "token")["plain_is_faster"]  # as fast, and simpler
-
-
-def test_a_budget_is_shared_out_and_none_is_no_limit() -> None:
-    assert measurement.Budget(100.0, 5.0).until(0.25) == 30.0 and measurement.Budget(0, 5.0).until(0.25) == inf
 
 
 def test_at_several_rows_the_rounds_of_rows_that_are_left_count(monkeypatch) -> None:

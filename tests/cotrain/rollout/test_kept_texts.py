@@ -278,14 +278,15 @@ def test_a_changed_byte_of_stored_texts_is_refused_by_name(tmp_path: Path) -> No
     assert len(training_texts.read_rows(tmp_path / "train_T1")) == 40
 
 
+def killed(*_: Any) -> None:
+    raise OSError("killed")
+
+
 def test_the_json_of_earlier_texts_does_not_vouch_for_those_that_replace_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [{"domain": "a", "prompt": [1], "completion": [2]}]
     training_texts.save_rows(rows, tmp_path / "train_T1", {})
-
-    def killed(*_: Any) -> None:
-        raise OSError("killed")
 
     monkeypatch.setattr(training_texts, "write_atomic", killed)
     with pytest.raises(OSError, match="killed"):
@@ -300,9 +301,6 @@ def test_texts_without_their_json_are_the_same_texts_after_a_kill_between_both(
     target, data = target_folder(tmp_path / "target"), own_texts(tmp_path / "own.jsonl")
     few = ["rollout.texts=4", "rollout.prompt_tokens=6", "rollout.new_tokens=8", f"output={tmp_path / 'out'}"]
     command = ["rollout", f"target.path={target}", f"data.path={data}", *few]
-
-    def killed(*_: Any) -> None:
-        raise OSError("killed")
 
     with monkeypatch.context() as patched:
         patched.setattr(training_texts, "write_atomic", killed)

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Metaspace
@@ -21,7 +20,6 @@ from cotrain.rollout import samplers, training_texts
 from cotrain.rollout.samplers import CALL, Ask, Own, Remote, collect
 from cotrain.rollout.training_texts import Sampled, name
 from inference import Engine, Sampling
-from inference.proposers import Independent
 from inference.servers.openai_client import Completion
 from tests.folders import tokenizer
 from tests.tiny import tiny
@@ -228,21 +226,6 @@ def test_what_was_sampled_outlives_a_failed_save(
     capsys.readouterr()
     sampled.sample("train", WARM, prompts.prompts)
     assert capsys.readouterr().out == ""
-
-
-def test_a_draft_changes_the_speed_and_not_the_distribution(target: LlamaForCausalLM) -> None:
-    """Of 600 texts of one token after the same prompt, as many of each kind: a draft takes part in none of the odds."""
-    asked, draft = [[5]] * 600, tiny(vocab=VOCABULARY, layers=1, seed=5)
-    plain, sped = (
-        sampler(asked, Sampling(), 3, 0, list(range(600)))
-        for sampler in (Own(Engine(target, rows=100)), Own(Engine(target, Independent(draft), rows=100)))
-    )
-    assert plain != sped
-    first = torch.tensor([[text[0] for text in texts] for texts in (plain, sped)])
-    probs = target(torch.tensor([[5]])).logits[0, -1].softmax(-1)
-    for texts in first:
-        seen = torch.bincount(texts, minlength=VOCABULARY) / 600
-        assert (seen - probs).abs().sum() / 2 < 1.5 * (VOCABULARY / (2 * torch.pi * 600)) ** 0.5
 
 
 class Answering:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import inference.proposers.eagle as eagle_module
 from cotrain.config.drafts import DRAFTS
-from cotrain.losses.spec import LOSSES
 from cotrain.students.base import Guess, Seen
 from cotrain.students.eagle import EagleStudent
 from cotrain.teacher.target_model import served
@@ -18,13 +17,10 @@ from inference import Engine
 from inference.drafts.published import fused
 from inference.proposers.eagle import EagleNetwork
 from tests import kinds
-from tests.cotrain.students.test_every_student import gradients, whole
-from tests.student_kinds import STUDENTS
 from tests.tiny import tiny
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
 PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
-WHOLE: dict[str, Any] = {"max_new_tokens": [7, 3, 20, 2, 15], "seed": 2, "ignore_eos": True}
 
 
 def draft(kind: str = "eagle", **settings: Any) -> Any:
@@ -60,15 +56,6 @@ def test_it_begins_as_the_last_layer_of_the_target() -> None:
     at = torch.stack((first.at // 12, first.at % 12))
     assert bool((at[1] > 0).all()) and len(first.at) == 22
     torch.testing.assert_close(distributions(first), p[at[0], at[1] - 1], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_losses_are_finite_with_a_pruned_vocabulary(name: str) -> None:
-    """q is 0 there; p is not cut."""
-    student = STUDENTS["eagle, pruned"](tiny())
-    slopes = gradients(student, name, whole(IDS, [1.0, 0.6])).values()
-    assert all(slope is not None and bool(slope.isfinite().all()) for slope in slopes)
-    assert any(bool(slope.any()) for slope in slopes if slope is not None)
 
 
 def test_nan_states_become_finite_features() -> None:
@@ -107,8 +94,6 @@ def test_rounds_without_drafts_lose_no_features() -> None:
 
 def test_other_settings_raise() -> None:
     target = tiny()
-    with pytest.raises(ValueError, match=r"draft\.vocabulary=99: the vocabulary has only 32 tokens"):
-        started(target, vocabulary=99)
     with pytest.raises(ValueError, match=r"draft\.depths"):
         started(target, depths=None)
     with pytest.raises(ValueError, match=r"init\.layers=\[5\]"):

@@ -13,17 +13,15 @@ from cotrain.students.parallel import PEagleStudent, starts
 from cotrain.students.quantised import refuse_unknown
 from cotrain.teacher.target_model import served
 from cotrain.training.optim import adamw
-from inference import Engine, proposers
+from inference import proposers
 from inference.drafts.published import LAYER_IDS
-from inference.policy import Fixed
 from inference.proposers.p_eagle import PEagleConfig, PEagleNetwork
 from tests import kinds
-from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
+from tests.cotrain.students.test_eagle import distributions, draft
 from tests.dropped_starts import check_dropped_starts
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
-TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 
 
 def student(**settings: Any) -> PEagleStudent:
@@ -122,10 +120,3 @@ def test_its_mask_is_a_vector_that_is_neither_rounded_nor_decayed() -> None:
     decayed, others = adamw(network, 1e-3, 0.1, (0.9, 0.95)).param_groups
     assert not any(weight is network.mask_hidden for weight in decayed["params"])
     assert any(weight is network.mask_hidden for weight in others["params"]) and others["weight_decay"] == 0
-
-
-@pytest.mark.parametrize(("kind", "depths"), [("p_eagle", 3), ("parallel", 4)])
-def test_no_more_is_drafted_than_was_learnt(kind: str, depths: int) -> None:
-    target = tiny()
-    engine = Engine(target, kinds.KINDS[kind].proposer(target), policy=Fixed(6), rows=3)
-    assert len(engine.generate(PROMPTS, max_new_tokens=12, seed=1, ignore_eos=True).stats.drafted) == depths

@@ -14,7 +14,7 @@ from inference.models.lm import LM
 from inference.proposers.quantised import round_bits
 from studies.quantisation_table import rounded_draft
 from tests.cotrain.commands.test_train import SIZES
-from tests.folders import network, own_texts, target_folder
+from tests.folders import network, run_paths, target_and_texts
 
 WEIGHT = torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
 
@@ -64,10 +64,8 @@ FEW = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.validations=1",
 
 
 def test_a_draft_trained_for_a_quantisation_is_exported_in_it(tmp_path: Path) -> None:
-    target_folder(tmp_path / "target")
-    own_texts(tmp_path / "own.jsonl")
-    paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
-    assert main(["train", *paths, *SIZES, "draft.quantisation=nf4", *FEW, "measure=false"]) == 0
+    target_and_texts(tmp_path)
+    assert main(["train", *run_paths(tmp_path, "run"), *SIZES, "draft.quantisation=nf4", *FEW, "measure=false"]) == 0
     recipe = json.loads((tmp_path / "run" / "draft" / "cotrain.json").read_text())["made"]
     weights = load_file(tmp_path / "run" / "draft" / "model.safetensors")
     few = [len(part.unique()) <= 16 for part in weights["model.layers.0.mlp.up_proj.weight"].view(-1, 64)]

@@ -24,7 +24,7 @@ from tests.cotrain.config.test_settings_reach import job_of
 from tests.cotrain.students.test_every_student import IDS, distributions, guesses
 from tests.cotrain.training.test_preconditions import SIZES as RUN
 from tests.draft_folders import bare, draft_folder
-from tests.folders import own_texts, target_folder
+from tests.folders import run_paths, target_and_texts
 from tests.tiny import tiny
 
 COUNTS = torch.bincount(torch.tensor([9] * 5 + [3] * 4 + [30] * 3 + [17, 17, 4]), minlength=32)
@@ -108,9 +108,7 @@ def test_sizes_that_no_head_has_raise_by_name() -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("small heads")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl")
+    place = target_and_texts(tmp_path_factory.mktemp("small heads"))
     for kind in ("independent", "parallel", "eagle"):
         draft_folder(place / kind, place / "target", kind)
         draft_folder(place / f"small {kind}", place / "target", kind, vocabulary=20, head_rank=4)
@@ -189,7 +187,7 @@ def test_the_size_of_a_draft_counts_its_own_head() -> None:
 def test_a_run_trains_and_its_folder_drafts(
     settings: tuple[str, ...], place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={tmp_path / 'run'}"]
+    paths = run_paths(place, tmp_path / "run")
     more = ["init=target_layers", "init.layers=[0]", "trainer.steps=2", "measure=false"]
     assert main(["train", *paths, *RUN, *more, *settings]) == 0
     said = capsys.readouterr().out

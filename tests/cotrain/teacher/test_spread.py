@@ -28,7 +28,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.quantised import quantised_copy
 from tests import standin
-from tests.folders import network, own_texts, target_folder, tokenizer
+from tests.folders import network, target_and_texts, tokenizer
 from tests.settings import composed, typed
 
 LAYERS = (1,)
@@ -38,10 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*cannot be recorded as CUDA gra
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a target with two layers, and the user's texts."""
-    place = tmp_path_factory.mktemp("spread")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl", 60)
-    return place
+    return target_and_texts(tmp_path_factory.mktemp("spread"), 60)
 
 
 def read(model: PreTrainedModel) -> dict[Any, Tensor]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
@@ -26,6 +25,7 @@ from inference.models.llama import in_int8_rows, rounded
 from inference.models.lm import LM
 from inference.models.passes import LAST
 from tests import standin
+from tests.draft_folders import copied
 from tests.folders import network, target_folder
 
 IDS = torch.tensor([[5, 9, 250, 17, 0, 3]])
@@ -247,25 +247,16 @@ def test_a_folder_without_an_adapter_raises(folder: Path, adapter: str, tmp_path
             adapted(model, place)
 
 
-def changed(folder: Path, tmp_path: Path, change: Callable[[dict[str, Tensor]], None]) -> str:
-    """A copy of the target's folder with changed tensors."""
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    tensors = load_file(copy / "model.safetensors")
-    change(tensors)
-    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    return str(copy)
-
-
 def test_weights_that_are_not_finite_raise(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
+    path = copied(tmp_path / "copy", folder, lambda tensors: tensors["model.norm.weight"][3:4].fill_(float("nan")))
     with pytest.raises(ValueError, match="target.path: .* NaN or infinite weights in model.norm.weight"):
-        load_target(path)
+        load_target(str(path))
 
 
 def test_missing_weights_raise(folder: Path, tmp_path: Path) -> None:
-    path = changed(folder, tmp_path, lambda tensors: [tensors.pop("model.norm.weight")])
+    path = copied(tmp_path / "copy", folder, lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(ValueError, match="target.path: .* is incomplete, .* missing model.norm.weight"):
-        load_target(path)
+        load_target(str(path))
 
 
 def test_missing_or_damaged_targets_raise(folder: Path, tmp_path: Path) -> None:

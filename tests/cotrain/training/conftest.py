@@ -8,15 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.cotrain.commands.test_train import place as place  # a fixture: a folder with a target and own texts
-from tests.folders import CONTEXT, VOCABULARY, own_texts, target_folder, tokenizer
+from tests.folders import CONTEXT, VOCABULARY, target_and_texts, target_folder, tokenizer
 
 
 @pytest.fixture(scope="session")
 def mistakes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a target, texts of the user, and files that are named by mistake."""
-    folder = tmp_path_factory.mktemp("mistakes")
-    target_folder(folder / "target")
-    own_texts(folder / "own.jsonl")
+    folder = target_and_texts(tmp_path_factory.mktemp("mistakes"))
     (folder / "empty.jsonl").write_text("")
     (folder / "text.jsonl").write_text("no json\n")
     (folder / "file").write_text("")

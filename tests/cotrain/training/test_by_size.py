@@ -14,6 +14,7 @@ from cotrain.commands.shapes import composed_shape
 from cotrain.config.settings import TrainConfig
 from cotrain.run_folder import claim
 from cotrain.training import by_size
+from tests.cotrain.commands.test_cli import ran as ran  # a fixture
 from tests.settings import composed, pick
 
 # the published shapes of Llama-3.2-1B, Qwen3-8B, Qwen3-32B, SmolLM2-1.7B and GPT-2 XL, and their billions of parameters
@@ -91,16 +92,6 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         place / "small"
     )  # .37 B
     return place
-
-
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
-    """The settings that `run` of a command is called with."""
-    seen: list[Any] = []
-    for name in ("train", "rollout", "teacher"):
-        monkeypatch.setitem(sys.modules, f"cotrain.commands.{name}", SimpleNamespace(run=seen.append))
-    monkeypatch.chdir(tmp_path)
-    return seen
 
 
 def values(cfg: Any) -> tuple[Any, ...]:

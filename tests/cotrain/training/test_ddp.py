@@ -17,7 +17,7 @@ from cotrain.commands import train
 from cotrain.errors import UserError
 from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
-from tests.folders import own_texts
+from tests.folders import own_texts, run_paths
 
 SETTINGS = [
     "trainer.precision=32-true",
@@ -28,8 +28,7 @@ SETTINGS = [
 
 
 def launch(folder: Path, output: str, *settings: str) -> dict[str, Any]:
-    paths = [f"target.path={folder / 'target'}", f"data.path={folder / 'own.jsonl'}", f"output={folder / output}"]
-    words = [sys.executable, "-m", "cotrain", "train", *paths, *SIZES, *SETTINGS, *settings]
+    words = [sys.executable, "-m", "cotrain", "train", *run_paths(folder, output), *SIZES, *SETTINGS, *settings]
     return {"args": words, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
 
 

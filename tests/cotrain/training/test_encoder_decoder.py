@@ -39,7 +39,7 @@ from inference.models.pretrained import longest_text
 from inference.policy import Fixed
 from inference.proposers import Independent
 from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
-from tests.folders import tokenizer, write_rows
+from tests.folders import run_paths, tokenizer, write_rows
 from tests.often import often
 
 FAMILIES = pytest.mark.parametrize("made", often([t5, bart, marian], {t5, bart}.__contains__))
@@ -390,8 +390,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(place: Path, output: str, *settings: str) -> int:
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / output}"]
-    return main(["train", *paths, *SIZES, *settings])
+    return main(["train", *run_paths(place, output), *SIZES, *settings])
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from inference.models.passes import LAST
 from inference.output import Emitted
 from tests.bench_stubs import rates_of
 from tests.cotrain.commands.test_train import SIZES
-from tests.folders import VOCABULARY, network, own_texts, target_folder
+from tests.folders import VOCABULARY, network, run_paths, target_and_texts
 
 # a plain step takes a second, as does a pass over drafts, and the rest nothing
 COSTS = Costs(target=(1.0, 1.0, 1.0), draft=0.0, rest=(0.0, 0.0, 0.0))
@@ -177,19 +177,16 @@ def test_exits_are_rated_on_prompts_that_rank(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.thorough
 def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target_folder(tmp_path / "target")
-    own_texts(tmp_path / "own.jsonl")
+    target_and_texts(tmp_path)
     run = tmp_path / "run"
     asked = [
         "train",
-        f"target.path={tmp_path / 'target'}",
-        f"data.path={tmp_path / 'own.jsonl'}",
+        *run_paths(tmp_path, "run"),
         *SIZES,
         "draft=early_exit",
         "draft.rank=0",
         "trainer.steps=1",
         "trainer.corpus_steps=0",
-        f"output={run}",
     ]
     assert main([*asked, "check=true"]) == 0 and not run.exists()
     capsys.readouterr()

@@ -17,7 +17,7 @@ from inference import Engine, Sampling
 from inference.models.selfcheck import CheckResult, Probe
 from inference.policy import Fixed
 from tests import standin
-from tests.folders import own_texts, target_folder
+from tests.folders import target_and_texts
 from tests.gpu_counts import TRAINED, Training, logging_soon, training_counts
 from tests.often import often
 
@@ -93,8 +93,7 @@ def test_commands_train_a_draft_that_decodes(
     """Half of the prompts are sampled as texts of temperature 0, which a loss treats otherwise. The same command goes
     on from its checkpoint, which is read to the CPU."""
     monkeypatch.setattr("inference.models.replay.WARMUP", 1)
-    target_folder(tmp_path / "target")
-    own_texts(tmp_path / "own.jsonl", 60)
+    target_and_texts(tmp_path, 60)
     paths = [f"target.path={tmp_path / 'target'}", f"data.path={tmp_path / 'own.jsonl'}"]
     sizes = """data.block=64 rollout.texts=2 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=4
     rollout.rows=2 rollout.temperatures=[0.0,1.0] trainer.batch=2 trainer.validations=1

@@ -14,16 +14,6 @@ def test_adamw_decays_matrices_only() -> None:
     assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in groups] == [(0.1, {2}), (0.0, {1})]
 
 
-def test_the_trapezoid_rises_stays_and_falls_to_zero() -> None:
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule, rates = trapezoid(optimizer, Progress(10), warmup=0.4, decay=0.3), []
-    for _ in range(11):
-        rates.append(schedule.get_last_lr()[0])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 2 / 3, 1 / 3, 0])
-
-
 def rates(steps: int, warmup: float, decay: float, seconds: float = 0.0) -> list[float]:
     """Of every step, each of which takes so many seconds of a budget of a minute."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -35,6 +25,10 @@ def rates(steps: int, warmup: float, decay: float, seconds: float = 0.0) -> list
         progress.elapsed += seconds
         schedule.step()
     return factors
+
+
+def test_the_trapezoid_rises_stays_and_falls() -> None:
+    assert rates(10, 0.4, 0.3) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 2 / 3, 1 / 3])
 
 
 def test_warm_up_and_decay_are_fractions_of_any_length() -> None:

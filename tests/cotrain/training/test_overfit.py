@@ -14,17 +14,17 @@ from cotrain.students.heads import HydraStudent
 from cotrain.students.independent import IndependentStudent
 from cotrain.training import overfit
 from cotrain.training.module import Distillation
-from tests.folders import own_texts, target_folder
+from tests.folders import run_paths, target_and_texts
 from tests.often import often
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    place = tmp_path_factory.mktemp("overfit")
-    target_folder(place / "target")
-    own_texts(place / "own.jsonl", 60)
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'run'}"]
-    return [*paths, *"data.block=64 rollout.prompt_tokens=8 rollout.new_tokens=6 overfit=true".split()]
+    place = target_and_texts(tmp_path_factory.mktemp("overfit"), 60)
+    return [
+        *run_paths(place, "run"),
+        *"data.block=64 rollout.prompt_tokens=8 rollout.new_tokens=6 overfit=true".split(),
+    ]
 
 
 # a large rate is enough for one short text; few depths keep heads smaller than this target

@@ -26,7 +26,7 @@ from inference.verify.rules import RULES
 from inference.verify.tree import MOST_NODES
 from tests.cotrain.config.test_settings_reach import composed, job_of
 from tests.cotrain.training.test_progress import BUDGET
-from tests.folders import network, tokenizer, write_rows
+from tests.folders import network, run_paths, tokenizer, write_rows
 from tests.often import often
 
 SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt_tokens=8 rollout.new_tokens=24
@@ -35,8 +35,7 @@ bench.prompt_tokens=8 bench.new_tokens=8 bench.depths=[2] policy.k=2 init.layers
 
 
 def command(place: Path, *settings: str) -> list[str]:
-    paths = [f"target.path={place / 'target'}", f"data.path={place / 'own.jsonl'}", f"output={place / 'out'}"]
-    return ["train", *paths, *SIZES, *(setting.replace("PLACE", str(place)) for setting in settings)]
+    return ["train", *run_paths(place, "out"), *SIZES, *(setting.replace("PLACE", str(place)) for setting in settings)]
 
 
 MISTAKES = {

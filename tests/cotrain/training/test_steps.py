@@ -18,7 +18,7 @@ from cotrain.teacher.target_distributions import FromStates
 from cotrain.training import module as modules
 from cotrain.training.distributed import counted, divisors
 from cotrain.training.module import Stage
-from tests.cotrain.losses.test_sequence import alone, batch
+from tests.cotrain.losses.test_sequence import alone, batch, calls
 from tests.cotrain.training.test_module import module_of
 from tests.tiny import tiny
 
@@ -138,18 +138,6 @@ def chances(logp: Tensor, ids: Tensor, head: nn.Linear, states: Tensor) -> list[
     return [r[row, :-1][SAMPLED[row]] for row in range(B)]
 
 
-def calls(r: Tensor, k: int) -> Tensor:
-    """Expected rounds of a text of tokens whose acceptance by depth is r (L, 3), from its end backwards."""
-    left = [r.new_zeros(())] * (len(r) + k + 2)
-    for start in reversed(range(len(r))):
-        total, reached = r.new_ones(()), r.new_ones(())
-        for n in range(k + 1):
-            passes = r[start + n, n] if n < k and start + n < len(r) else r.new_zeros(())
-            total, reached = total + reached * (1 - passes) * left[start + n + 1], reached * passes
-        left[start] = total
-    return left[0]
-
-
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_calls_of_a_text_count_k_drafts_a_round(k: int, cut: bool) -> None:
@@ -158,7 +146,7 @@ def test_calls_of_a_text_count_k_drafts_a_round(k: int, cut: bool) -> None:
     assert not cut or bool((logp[:, :-1][SAMPLED] == -math.inf).any())
     (term,) = parse("2*calls").sequence
     value = one.of_texts(term, one.logs(guessed(head, states)), k)
-    truth = 2 * sum(calls(r, min(k, 3)) for r in chances(logp, one.ids, head, states))
+    truth = 2 * sum(calls(r, k) for r in chances(logp, one.ids, head, states))
     torch.testing.assert_close(value, truth)
     torch.testing.assert_close(torch.autograd.grad(value, states), torch.autograd.grad(truth, states))
 

@@ -1,7 +1,6 @@
 """Trainer presets: what each asks of a machine, and what a machine without it answers."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from tests.cotrain.training.test_preconditions import command
 from tests.settings import composed
 
 
-def settings(*overrides: str) -> Any:
-    return composed(*overrides)
-
-
 def test_a_preset_changes_only_settings_of_its_machine() -> None:
-    cpu = settings().trainer
-    gpu, ddp, fsdp2 = (settings(f"trainer={name}").trainer for name in ("gpu", "ddp", "fsdp2"))
+    cpu = composed().trainer
+    gpu, ddp, fsdp2 = (composed(f"trainer={name}").trainer for name in ("gpu", "ddp", "fsdp2"))
     changed = [{key for key, value in one if getattr(cpu, key) != value} for one in (gpu, ddp, fsdp2)]
     several = {"batch", "devices", "strategy"}
     assert changed == [{"accelerator", "batch", "precision", "remember_mb"}, several, several]
@@ -32,7 +27,7 @@ def test_a_preset_changes_only_settings_of_its_machine() -> None:
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_presets_of_several_processes_run_without_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    cfg = settings(f"trainer={name}", "trainer.devices=2")
+    cfg = composed(f"trainer={name}", "trainer.devices=2")
     preconditions.refuse_training(cfg)
     preconditions.machine(cfg.trainer)
 
@@ -55,8 +50,8 @@ def test_check_and_run_reject_a_missing_gpu_alike(
 def test_more_processes_than_gpus_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    preconditions.machine(settings("trainer=gpu").trainer)
+    preconditions.machine(composed("trainer=gpu").trainer)
     with pytest.raises(
         UserError, match="^trainer.devices=2: each process needs a GPU, and this machine has 1: set trainer.devices=1$"
     ):
-        preconditions.machine(settings("trainer=ddp").trainer)
+        preconditions.machine(composed("trainer=ddp").trainer)

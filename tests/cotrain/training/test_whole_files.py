@@ -48,7 +48,7 @@ OTHERS = {
     "inference/drafts/draft_folder.py:describe": "the same",
     "inference/proposers/eagle.py:save_pretrained": "the same",
     "inference/drafts/gguf_target.py:_write": "the same",
-    "inference/drafts/gguf_target.py:_alone": "an empty file whose lock is held",
+    "inference/drafts/gguf_target.py:_dequantised": "an empty file whose lock is held",
     "cotrain/export/eagle3.py:_as_speculators": "the same",
     "cotrain/export/eagle3.py:_as_dflash": "the same",
     "cotrain/export/eagle3.py:_as_assistant": "the same",

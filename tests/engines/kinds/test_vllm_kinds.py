@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from cotrain.bench import server_parity as checked
-from tests.engines.conftest import OUTPUT
+from tests.engines.conftest import OUTPUT, require_same
 from tests.engines.drafts import K, load
 from tests.engines.kinds.exported import ROWS, asking, exported, server
 from tests.engines.test_vllm import TEMPERATURES, in_regime, same_text
@@ -64,7 +64,4 @@ def test_a_draft_is_accepted_as_here(
             figures[f"temperature {temperature:g}"] = parity.report()
             print(f"\nvllm, {name}, temperature {temperature:g}: {parity.line()}")
             assert parity.passed and parity.served > 1.1, parity.line()
-    text = same_text(plan, plain["texts"], kept[TEMPERATURES.index(0.0)])
-    figures["greedy_text"] = vars(text) | {"line": text.line()}
-    print(text.line())
-    assert text.unexplained == 0
+    require_same(same_text(plan, plain["texts"], kept[TEMPERATURES.index(0.0)]), figures)

@@ -39,7 +39,7 @@ def metadata(tokenizer: PreTrainedTokenizerFast | None, **changes: object) -> Me
 @pytest.fixture(scope="module")
 def good(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store") / "draft"
-    return save(tiny(VOCAB, layers=1, seed=1), tokenizer, folder, metadata(tokenizer), {"tau": 2.5})
+    return save(tiny(VOCAB, layers=1, seed=1, eos=1), tokenizer, folder, metadata(tokenizer), {"tau": 2.5})
 
 
 @pytest.fixture
@@ -71,6 +71,7 @@ def test_generation_config_fixes_the_draft_length(good: Path) -> None:
     assert values["num_assistant_tokens"] == 3
     assert values["num_assistant_tokens_schedule"] == "constant"
     assert values["assistant_confidence_threshold"] == 0.0
+    assert values["eos_token_id"] == 1
 
 
 def test_no_file_names_a_path_of_this_machine(good: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_three_batches_have_no_interval():
 
 def test_one_batch_has_no_interval_and_repeats_do_not_make_one():
     batch = {"a": ArmResult([[0]], 1, 1), "b": ArmResult([[0]], 2, 2)}
-    result = Timing([([[1]], [1])], [[batch, batch]]).ratio("a", "b")
+    result = Timing([([[1]], [1])], [[batch] * 5]).ratio("a", "b")
     assert result.value == 2 and math.isnan(result.low) and math.isnan(result.high)
 
 

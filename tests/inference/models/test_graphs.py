@@ -39,17 +39,12 @@ def buckets(lm: LM) -> set[tuple[int, int, int, bool]]:
     return {(rows, part["ids"][0], part["slots"][0], "only" in part) for rows, part in sizes}
 
 
-def texts(graphs: bool, rows: int = 3, device: str = "cpu") -> list[list[int]]:
+def texts(graphs: bool, device: str) -> list[list[int]]:
     target, draft = (model.to(device) for model in (tiny(), tiny(layers=1, seed=3)))
     proposer = Independent(draft)
-    engine = Engine(target, proposer, policy=Fixed(3), rows=rows, graphs=graphs)
+    engine = Engine(target, proposer, policy=Fixed(3), rows=3, graphs=graphs)
     limits = [20, 4, 33, 11, 26]
     return engine.generate(PROMPTS, max_new_tokens=limits, sampling=Sampling(0.8), seed=2, ignore_eos=True).tokens
-
-
-def test_text_by_buckets_is_that_of_plain_passes(graphs_on_cpu: None) -> None:
-    """Rows come and go, slots grow, lengths differ: in float64 nothing may change."""
-    assert texts(graphs=True) == texts(graphs=False)
 
 
 def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
@@ -65,7 +60,7 @@ def test_padding_leaves_waiting_prompts_alone(graphs_on_cpu: None) -> None:
 
 @pytest.mark.gpu
 def test_graphs_give_the_text_of_plain_passes() -> None:
-    assert texts(graphs=True, device="cuda") == texts(graphs=False, device="cuda")
+    assert texts(True, "cuda") == texts(False, "cuda")
     lm = LM(copy.deepcopy(tiny()).to("cuda"), 4, graphs=True)
     assert isinstance(lm.run, Replayed) and not lm.run.replay.failed
     ids = torch.ones(3, 2, dtype=torch.int64, device="cuda")

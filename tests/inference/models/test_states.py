@@ -12,24 +12,14 @@ from inference.models.forward import Lean, Stock
 from inference.models.lm import LM, store_prompts
 from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
-from tests import tiny as tinies
 from tests.inference import test_families as families
+from tests.inference.models.test_trees import no_gradients as no_gradients  # a fixture
+from tests.inference.models.test_trees import tiny
 from tests.often import often
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4, 31, 8, 1], [12, 13, 14, 15, 16, 17, 18]]
 START = [6, 3, 4]  # where the last three ids of each text begin
 FAMILIES = {name: settings for name, settings, *_ in [*families.BEHAVING, *families.SUPPORTED]}
-
-
-def tiny(**settings: Any) -> PreTrainedModel:
-    with torch.inference_mode(False):  # as a user's
-        return tinies.tiny(**settings)
-
-
-@pytest.fixture(autouse=True)
-def no_gradients() -> Any:
-    with torch.inference_mode():
-        yield
 
 
 def own_states(model: PreTrainedModel, text: list[int]) -> dict[int, Tensor]:

@@ -8,7 +8,7 @@ import torch
 
 from inference.sampling.noise import gumbel
 from inference.verify import block, coupled, match, token
-from tests.exact import F64, Tree, all_lengths, distributions, enumerate_rule
+from tests.exact import F64, Tree, all_lengths, distributions, edges, enumerate_rule
 from tests.often import often
 
 KINDS = list(itertools.product(("dense", "truncated", "greedy"), repeat=2))
@@ -123,12 +123,7 @@ def test_a_token_the_target_forbids_is_rejected_at_u_zero(rule):
 @pytest.mark.parametrize("rule", [token, block])
 @pytest.mark.parametrize("dtype", [torch.float32, F64, torch.bfloat16])
 def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtype):
-    base = distributions("dense", 5, 1)[0].to(dtype)
-    ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
-    eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
-    pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
-    pairs += [(eye[1], eye[2]), (base, eye[0]), (eye[0], base)]
-    for (p, q), v, u in itertools.product(pairs, range(5), (0.0, 0.5, 1 - 2.0**-53)):
+    for (p, q), v, u in itertools.product(edges(dtype), range(5), (0.0, 0.5, 1 - 2.0**-53)):
         if q[v] == 0:
             continue
         x, coins = torch.full((1, 3), v), torch.full((1, 3), u, dtype=F64)

@@ -11,7 +11,7 @@ from inference.models.replay import Recorded
 from inference.verify import traversal, tree
 from inference.verify.lossy_typical import lossy_typical
 from tests import standin
-from tests.exact import F64, distributions
+from tests.exact import F64, distributions, edges
 from tests.often import often
 from tests.trees import MODES, Case, judged, topologies
 
@@ -88,11 +88,8 @@ def test_nothing_past_a_rows_nodes_is_read(rule, filler):
 def test_edge_distributions_give_finite_distributions_that_sum_to_one(rule, dtype):
     """Equal, one ulp apart, disjoint and one-hot distributions; a node that its draft gives no mass; u = 0 where p =
     0."""
-    base = distributions("dense", 5, 1)[0].to(dtype)
-    ulp = torch.cat([torch.nextafter(base[:1], torch.ones(1, dtype=dtype)), base[1:]])
-    eye, left = torch.eye(5, dtype=dtype), torch.tensor([0.5, 0.5, 0, 0, 0], dtype=dtype)
-    pairs = [(base, base), (base, ulp), (ulp, base), (left, left.flip(0)), (left, eye[4]), (eye[1], eye[1])]
-    pairs += [(eye[1], eye[2]), (base, eye[0]), (eye[0], base), (base, torch.full_like(base, math.nan))]
+    pairs = edges(dtype)
+    pairs.append((pairs[0][0], torch.full((5,), math.nan, dtype=dtype)))
     for (p, q), first, coin in itertools.product(pairs, range(5), (0.0, 0.5, 1 - 2.0**-53)):
         x = torch.tensor([[first, (first + 1) % 5, (first + 2) % 5, first]])
         u, p4, q4 = torch.full((1, 4), coin, dtype=F64), p.expand(1, 5, 5), q.expand(1, 4, 5)
