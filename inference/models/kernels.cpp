@@ -41,6 +41,8 @@ constexpr int W = 8;
 constexpr int P = 2 * W;
 constexpr int BLOCK = W == 16 ? 12 : 6;  // rows of x that share a read of a weight: their sums fit the registers
 constexpr int AHEAD = 4096;              // bytes
+constexpr int SOON = 2048;               // bytes: into the first cache
+constexpr int LATER = 16384;             // bytes: into the second, as long before as memory takes while rows are multiplied
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
@@ -114,8 +116,10 @@ void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t
     if constexpr (kind == ROUNDED) {
 #ifdef __AVX512BF16__
       const auto first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 4 * W);
-      __builtin_prefetch(from + AHEAD);
-      __builtin_prefetch(from + AHEAD + 4 * W);
+      for (int part = 0; part < 2; part++) {
+        __builtin_prefetch(from + SOON + part * 4 * W);
+        __builtin_prefetch(from + LATER + part * 4 * W, 0, 2);
+      }
       for (int m = 0; m < M; m++) {
         const auto one = (__m512bh)_mm512_set1_epi32(x[m * (in / N) + i]);
         sums[u][m][0] = (Floats)_mm512_dpbf16_ps((__m512)sums[u][m][0], one, first);
