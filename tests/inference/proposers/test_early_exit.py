@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from cotrain.students.early_exit import EarlyExitStudent as Student
-from inference import Engine
+from inference import Engine, Sampling
+from inference.models.forward import Stock
 from inference.models.lm import LM, store_prompts
 from inference.policy import Fixed
 from inference.proposers.early_exit import EarlyExit, first_layers, learning, serving, untrained_exit
@@ -67,6 +68,16 @@ def test_what_verification_stores_over_eight_bits_is_the_targets_own() -> None:
     assert proposer.int8
     require_the_targets_own(target, proposer, 1e-4)
     assert proposer.lm.chains
+
+
+def test_the_exit_of_a_target_in_its_own_forward_runs_in_its_own_too() -> None:
+    """A hook on the last layer, which the exit does not have, is one that only the target's own forward runs."""
+    target = tiny(layers=3)
+    target.model.layers[2].register_forward_hook(lambda *_: None)
+    proposer = EarlyExit(exit_network(target), target)
+    out = Engine(target, proposer, policy=Fixed(3)).generate(PROMPTS[:1], max_new_tokens=8, sampling=Sampling(0))
+    assert out.tokens == Engine(target).generate(PROMPTS[:1], max_new_tokens=8, sampling=Sampling(0)).tokens
+    assert type(proposer.lm.run) is Stock
 
 
 @pytest.mark.parametrize("kind", ["early_exit", "quantised"])
