@@ -29,7 +29,7 @@ MOST = {
 }
 
 # a read and a copy an inner round, which is not recorded: how far a row has come decides what the next one reads
-INNER = {"two_levels, token": 633}
+INNER = {"two_levels, token": 615}
 
 
 # penalties write most; heads over states are drafts that read the target

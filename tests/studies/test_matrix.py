@@ -36,7 +36,7 @@ def real_plan(verify: str = "token", kind: str = "independent") -> Plan:
         minutes=0,
         interval=0.1,
         draft_dtype="bfloat16",
-        draft_int8=True,
+        draft_int8=False,
         seed=0,
     )
     return Plan(target, tokenizer(), draft, Sampling(), verify, size, ("t", "d"), kind=kind)  # type: ignore[arg-type]
