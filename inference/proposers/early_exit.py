@@ -20,7 +20,7 @@ from inference.models.checksum import Stamp, checksum
 from inference.models.lm import LM
 from inference.models.pretrained import decoder_layers
 from inference.proposers.base import Host, LoadArguments
-from inference.proposers.independent import Independent, OnTargetsCache
+from inference.proposers.independent import OnTargetsCache
 from inference.proposers.trees import TreeShape
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
@@ -273,7 +273,7 @@ class EarlyExit(OnTargetsCache):
         network.fits(target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None if self.rank else Independent.language_model(self, rows, vocabulary)
+        return None if self.rank else super().language_model(rows, vocabulary)
 
     def open(self, host: Host) -> None:
         model, self.model = self.model, serving(self.network, self.target)

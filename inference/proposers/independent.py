@@ -295,9 +295,6 @@ class OnTargetsCache(Independent):
     tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
     target: PreTrainedModel
 
-    def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None
-
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
             name = type(self).__name__
