@@ -22,6 +22,7 @@ from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
 FORMS = ("kinds", "near", "one")
+NEAR = 2048  # slots that a long pass reads: with more, torch's own attention takes less time than that of `kernels.cpp`
 Origin = tuple[list[tuple[int, int]], bytes]
 
 
@@ -159,14 +160,15 @@ class Lean:
 
     def _states(self, ids: Tensor, window: Window, layers: Layers, stored: bool = False) -> dict[int, Tensor]:
         cos, sin = self.rotation(window)
-        if self.flat is not None and ids.shape[1] <= most_ids(window):
+        short = ids.shape[1] <= most_ids(window)
+        if self.flat is not None and (short or self.long and window.limit <= NEAR):
             x = F.embedding(ids, self.weights.embedding).to(self.dtype)
             self.cache.allocate(self.shape.groups, self.shape.size, x)
             stores, where = self.cache.stores, (window.slots, self.mask(window), window.limit, window.low)
             held = [store.keys for store in stores], [store.values for store in stores]
             return llama.in_kernel(x, self.flat, self.shape, (cos, sin), held, *where, layers)
         attend = attention(self.mask(window), self.shape)
-        weights = self.prompts if stored and ids.shape[1] > most_ids(window) else self.weights
+        weights = self.prompts if stored and not short else self.weights
         return llama.states_of(ids, weights, self.shape, cos, sin, self._keep, attend, layers)
 
     @property
@@ -207,8 +209,10 @@ class Lean:
     def _read_weights(self) -> None:
         self.weights, self.shape = prepared(self.model, self.change), llama.shape_of(self.model)
         self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
-        # many ids take half of the time by the CPU's own products in half precision
+        # many ids take less time by products in half precision than in float32: by those of `kernels.cpp` if they round
+        # (with AMX the CPU's own are faster), else by the CPU's own
         own = self.change is llama.packed and self.dtype != self.model.dtype and not emulated(self.model.dtype)
+        self.long = own and packing.rounds(self.model.dtype) and not torch.cpu._is_amx_tile_supported()
         self.prompts = prepared(self.model, None) if own else self.weights
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them

@@ -3,7 +3,9 @@
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
 // end. In bfloat16 a 32-bit word holds the weights of an output for two inputs. Shifted left it is the float32 number of
-// the first, masked the one of the second. A panel in int8 ends with P float32 numbers, the scales of its outputs.
+// the first, masked the one of the second. In int8 a 16-bit word holds two weights. They are multiplied by whole numbers
+// of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
+// even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -18,6 +20,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -46,9 +49,12 @@ constexpr int LATER = 16384;             // bytes: into the second, as long befo
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
+constexpr int LARGEST = 32767;           // of a rounded x
+constexpr int64_t TERMS = 512;           // of a sum of products with int8: TERMS * 127 * LARGEST is below 2^31
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
+typedef int32_t Whole __attribute__((vector_size(4 * W)));
 
 inline Floats load(const float* from) {
   Floats to;
@@ -59,31 +65,21 @@ inline Floats load(const float* from) {
 enum Kind { BRAIN, HALF, BYTE, ROUNDED };  // bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16
 
 template <Kind kind>
-using Input = std::conditional_t<kind == ROUNDED, uint32_t, float>;  // a number of x, or two in bfloat16
+constexpr bool TWO = kind == ROUNDED || kind == BYTE;  // whether two rounded numbers of x are one word
+template <Kind kind>
+using Input = std::conditional_t<TWO<kind>, uint32_t, float>;
+template <Kind kind>
+using Sum = std::conditional_t<kind == BYTE, Whole, Floats>;
 
 template <Kind kind>
 constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
 template <Kind kind>
-constexpr int PAIR = kind == BRAIN || kind == ROUNDED ? 2 : 1;  // inputs whose weights stand together
+constexpr int PAIR = kind == HALF ? 1 : 2;  // inputs whose weights stand together
 
 // The weights of P outputs for one input of the PAIR at `from`: of outputs 0 to W - 1 and of the others.
 template <Kind kind, int which>
 inline void widen(const char* from, Floats& first, Floats& second) {
-  if constexpr (kind == BYTE) {
-#if defined(__AVX512F__)
-    first = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-    second = (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + W))));
-#elif defined(__AVX2__)
-    first = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
-    second = (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + W))));
-#else
-    typedef int8_t Bytes __attribute__((vector_size(W)));
-    Bytes bytes[2];
-    std::memcpy(bytes, from, sizeof bytes);
-    first = __builtin_convertvector(bytes[0], Floats);
-    second = __builtin_convertvector(bytes[1], Floats);
-#endif
-  } else if constexpr (kind == HALF) {
+  if constexpr (kind == HALF) {
 #if defined(__AVX512F__)
     first = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
     second = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 2 * W)));
@@ -106,11 +102,41 @@ inline void widen(const char* from, Floats& first, Floats& second) {
   }
 }
 
-// y (M, up to P) = x (M, in) times one panel. U sums run side by side where M is small, since each waits for its last.
+// The 16-bit numbers of W words, each two weights in int8
+inline Whole widen(const char* from) {
+#if defined(__AVX512BW__)
+  return (Whole)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+#elif defined(__AVX2__)
+  return (Whole)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(2 * W)));
+  typedef int16_t Shorts __attribute__((vector_size(4 * W)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return (Whole)__builtin_convertvector(bytes, Shorts);
+#endif
+}
+
+// sum plus the products of two 16-bit numbers in each place
+inline Whole dot(Whole sum, Whole one, Whole other) {
+#if defined(__AVX512VNNI__)
+  return (Whole)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)one, (__m512i)other);
+#elif defined(__AVX512BW__)
+  return sum + (Whole)_mm512_madd_epi16((__m512i)one, (__m512i)other);
+#elif defined(__AVX2__)
+  return sum + (Whole)_mm256_madd_epi16((__m256i)one, (__m256i)other);
+#else
+  return sum + (one << 16 >> 16) * (other << 16 >> 16) + (one >> 16) * (other >> 16);
+#endif
+}
+
+// y (M, up to P) = x (M, in) times one panel. scales (M,): of the rows of a rounded x, for int8. U sums run side by side
+// where M is small, since each waits for its last.
 template <Kind kind, int M, int U>
-void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
-  Floats sums[U][M][2] = {};
+void tile(const Input<kind>* x, const float* scales, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   constexpr int N = PAIR<kind>;
+  Sum<kind> sums[U][M][2] = {};
+  Floats totals[M][2] = {};
   auto step = [&](int64_t i, int u) {
     const char* from = panel + i * N * P * WIDTH<kind>;
     if constexpr (kind == ROUNDED) {
@@ -126,13 +152,21 @@ void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t
         sums[u][m][1] = (Floats)_mm512_dpbf16_ps((__m512)sums[u][m][1], one, second);
       }
 #endif
+    } else if constexpr (kind == BYTE) {
+      const Whole first = widen(from), second = widen(from + 2 * W);
+      __builtin_prefetch(from + AHEAD);
+      for (int m = 0; m < M; m++) {
+        const Whole one = (Whole)(x[m * (in / N) + i] - Words{});  // in each place
+        sums[u][m][0] = dot(sums[u][m][0], one, first);
+        sums[u][m][1] = dot(sums[u][m][1], one, second);
+      }
     } else {
       auto one_input = [&]<int which>() {
         Floats first, second;
         widen<kind, which>(from, first, second);
         __builtin_prefetch(from + AHEAD + which * P * WIDTH<kind>);
         for (int m = 0; m < M; m++) {
-          Floats one = x[m * in + i * N + which] - Floats{};  // in each place; adding zeros would be an operation
+          Floats one = x[m * in + i * N + which] - Floats{};  // adding zeros would be an operation
           sums[u][m][0] += one * first;
           sums[u][m][1] += one * second;
         }
@@ -141,21 +175,64 @@ void tile(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t
       if constexpr (N > 1) one_input.template operator()<1>();
     }
   };
-  int64_t i = 0;
-  for (; (i + U) * N <= in; i += U)
-    for (int u = 0; u < U; u++) step(i + u, u);
-  for (; i * N < in; i++) step(i, 0);
+  auto add = [&] {
+    for (int u = 0; u < U; u++)
+      for (int m = 0; m < M; m++)
+        for (int part = 0; part < 2; part++) {
+          totals[m][part] += __builtin_convertvector(sums[u][m][part], Floats);
+          sums[u][m][part] = Sum<kind>{};
+        }
+  };
+  const int64_t steps = in / N, most = kind == BYTE ? TERMS / N : steps;
+  for (int64_t i = 0; i < steps;) {
+    const int64_t end = std::min(steps, i + most);
+    for (; i + U <= end; i += U)
+      for (int u = 0; u < U; u++) step(i + u, u);
+    for (; i < end; i++) step(i, 0);
+    add();
+  }
   for (int m = 0; m < M; m++) {
     float every[P];
-    for (int u = 1; u < U; u++)
-      for (int part = 0; part < 2; part++) sums[0][m][part] += sums[u][m][part];
     if constexpr (kind == BYTE)
       for (int part = 0; part < 2; part++)
-        sums[0][m][part] *= load(reinterpret_cast<const float*>(panel + in * P) + part * W);
-    std::memcpy(every, sums[0][m], sizeof every);
+        totals[m][part] *= scales[m] * load(reinterpret_cast<const float*>(panel + in * P) + part * W);
+    std::memcpy(every, totals[m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
   }
 }
+
+inline int64_t even(int64_t n) { return n + n % 2; }
+
+// Rows of x, each of `in` numbers, as words of two whole numbers of 16 bits, which mean themselves times the row's scale.
+// The largest magnitude of a row becomes `LARGEST`. The scale of a row that is not finite is NaN.
+struct Rounded {
+  std::vector<uint32_t> words;
+  std::vector<float> scales;
+
+  Rounded(const float* x, int64_t rows, int64_t in) : words(rows * even(in) / 2), scales(rows) {
+    std::vector<int16_t> whole(even(in));
+    for (int64_t r = 0; r < rows; r++, x += in) {
+      Floats largest = {}, nothing = {};
+      for (int64_t i = 0; i < in; i += W) {
+        Floats some = {};
+        if (i + W <= in)
+          some = load(x + i);
+        else
+          std::memcpy(&some, x + i, (in - i) * sizeof(float));
+        nothing += some * 0.f;
+        some = some < 0.f ? -some : some;
+        largest = some > largest ? some : largest;
+      }
+      float most = 0, lost = 0;
+      for (int w = 0; w < W; w++) most = std::max(most, largest[w]), lost += nothing[w];
+      scales[r] = most / LARGEST + lost;
+      const float factor = most > 0 ? LARGEST / most : 0;
+      for (int64_t i = 0; i < in; i++)  // 1.5 2^23: the sum's last bits are the nearest whole number
+        whole[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(x[i] * factor + 12582912.f));
+      std::memcpy(words.data() + r * even(in) / 2, whole.data(), even(in) * sizeof(int16_t));
+    }
+  }
+};
 
 #ifdef __AVX512BF16__
 bool rounds = true;  // whether products over weights in bfloat16 round what they multiply to bfloat16
@@ -191,22 +268,28 @@ bool rounding(bool on) {
 
 // `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
 template <Kind kind, int M>
-void rest(const Input<kind>* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
+void rest(
+    const Input<kind>* x, const float* scales, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
     if (rows == M)
-      tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, panel, y, in, outputs, stride);
+      tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, scales, panel, y, in, outputs, stride);
     else
-      rest<kind, M - 1>(x, panel, y, in, outputs, stride, rows);
+      rest<kind, M - 1>(x, scales, panel, y, in, outputs, stride, rows);
   }
 }
 
-int64_t inputs(const at::Tensor& weight) { return weight.size(1) - (weight.scalar_type() == at::kChar ? SCALES : 0); }
+int64_t inputs(const at::Tensor& weight) {
+  const int64_t size = weight.size(1);
+  return weight.scalar_type() == at::kChar ? size - SCALES - size % 2 * 2 : size;
+}
 
-// y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing
+// y (rows, outputs) = x (rows, in) times a packed weight, plus a bias or nothing. scales (rows,): those of `tile`.
 template <Kind kind>
-void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
+void times(
+    const Input<kind>* x, const float* scales, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto* panels = static_cast<const char*>(weight.const_data_ptr());
-  const int64_t in = inputs(weight), width = kind == ROUNDED ? in / 2 : in;  // numbers of a row of x
+  const int64_t in = kind == BYTE ? even(inputs(weight)) : inputs(weight);
+  const int64_t width = TWO<kind> ? in / 2 : in;  // words or numbers of a row of x
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
@@ -214,8 +297,9 @@ void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, fl
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-      for (; a + BLOCK <= rows; a += BLOCK) tile<kind, BLOCK, 1>(x + a * width, panel, out + a * outputs, in, kept, outputs);
-      rest<kind, BLOCK - 1>(x + a * width, panel, out + a * outputs, in, kept, outputs, rows - a);
+      for (; a + BLOCK <= rows; a += BLOCK)
+        tile<kind, BLOCK, 1>(x + a * width, scales + a, panel, out + a * outputs, in, kept, outputs);
+      rest<kind, BLOCK - 1>(x + a * width, scales + a, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
@@ -225,12 +309,16 @@ void times(const Input<kind>* x, const at::Tensor& weight, const float* bias, fl
 
 void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto dtype = weight.scalar_type();
+  const float* none = nullptr;
+  if (dtype == at::kChar) {
+    const Rounded of(x, rows, inputs(weight));
+    return times<BYTE>(of.words.data(), of.scales.data(), weight, bias, y, rows, outputs);
+  }
 #ifdef __AVX512BF16__
   if (dtype == at::kBFloat16 && rounds)
-    return times<ROUNDED>(rounded(x, rows * inputs(weight)).data(), weight, bias, y, rows, outputs);
+    return times<ROUNDED>(rounded(x, rows * inputs(weight)).data(), none, weight, bias, y, rows, outputs);
 #endif
-  const auto of_kind = dtype == at::kChar ? times<BYTE> : dtype == at::kHalf ? times<HALF> : times<BRAIN>;
-  of_kind(x, weight, bias, y, rows, outputs);
+  (dtype == at::kHalf ? times<HALF> : times<BRAIN>)(x, none, weight, bias, y, rows, outputs);
 }
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
@@ -239,24 +327,20 @@ const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.
 // (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
-  const auto dtype = weight.scalar_type();
-  const bool eight = dtype == at::kChar, brain = dtype == at::kBFloat16 || dtype == at::kShort;
-  TORCH_CHECK(!brain || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
-  auto result = at::zeros({panels, in + (eight ? SCALES : 0), P}, weight.options());
+  const bool eight = weight.scalar_type() == at::kChar, pairs = weight.scalar_type() != at::kHalf;
+  TORCH_CHECK(eight || !pairs || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
+  auto result = at::zeros({panels, eight ? even(in) + SCALES + in % 2 : in, P}, weight.options());
   const auto* from = static_cast<const char*>(weight.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   for (int64_t p = 0; p < panels; p++) {
     const int64_t outputs = std::min<int64_t>(P, out - p * P);
     for (int64_t i = 0; i < in; i++)
       for (int64_t o = 0; o < outputs; o++) {
-        const int64_t at = brain ? (i / 2 * P + o) * 2 + i % 2 : i * P + o;
+        const int64_t at = pairs ? (i / 2 * P + o) * 2 + i % 2 : i * P + o;
         std::memcpy(to + at * width, from + ((p * P + o) * in + i) * width, width);
       }
-    to += in * P * width;
-    if (eight) {
-      std::memcpy(to, numbers(scale) + p * P, outputs * sizeof(float));
-      to += P * SCALES;
-    }
+    if (eight) std::memcpy(to + even(in) * P, numbers(scale) + p * P, outputs * sizeof(float));
+    to += result.size(1) * P * width;
   }
   return result;
 }
@@ -328,7 +412,6 @@ void norm(const float* x, const float* weight, float* y, int64_t width, double e
 
 // e^x within 2^-22 of it, 0 for x below -87, e^88 for x above 88: 2^whole e^rest, the latter by its series
 inline Floats exp(Floats x) {
-  typedef int32_t Whole __attribute__((vector_size(4 * W)));
   const Floats given = x;
   x = x < -87.f ? Floats{} - 87.f : x;
   x = x > 88.f ? Floats{} + 88.f : x;

@@ -120,6 +120,11 @@ class LM:
         return not self.stamp.holds(self.model)
 
     @property
+    def copied(self) -> bool:
+        """Return whether there are copies of the weights, so that `stale` compares the values."""
+        return self.stamp.values
+
+    @property
     def graphs(self) -> bool:
         """Return whether short passes run as CUDA graphs. A draft model can then make all drafts of a round in one call
         (`drafts`)."""

@@ -106,7 +106,7 @@ class Independent(Proposer):
         refuse_other_sources(self.model, host.target.model, type(self).__name__)
         wanted = host.rows, host.vocabulary, host.context, host.spare, host.target.wants_graphs
         beside = host.target if self.shares_cache else None
-        if wanted != self.opened or self.lm.stale or beside and self.lm.cache is not beside.cache:
+        if wanted != self.opened or self.has_changed(host) or beside and self.lm.cache is not beside.cache:
             self.opened = wanted  # slots last from call to call
             self.lm = LM(
                 self.model,
@@ -124,6 +124,10 @@ class Independent(Proposer):
             both = [model.get_encoder() for model in (self.model, host.target.model) if self.shares_encoder]
             self.shared = [(encoder, Stamp(encoder, addresses=True, values=False)) for encoder in both]
         self.stored, self.longest = [], 0
+
+    def has_changed(self, host: Host) -> bool:
+        """Return whether the model has changed since `self.lm` read its weights. host: of the call that begins."""
+        return self.lm.stale
 
     def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
         # the target has just encoded the same sources

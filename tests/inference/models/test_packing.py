@@ -84,9 +84,23 @@ def test_products_are_those_of_the_weight(inputs, outputs, bias, shrunk, dtype):
         exact = nn.functional.linear(x.double(), weight.double(), wide)
         terms = nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
         assert result.dtype == torch.float32 and result.shape == exact.shape
-        assert ((result.double() - exact).abs() <= (inputs + 3) * 2.0**-24 * terms).all()
+        error = (inputs + 3) * 2.0**-24 * terms
+        if dtype == torch.int8:  # x is rounded to whole numbers up to 32767
+            error += x.abs().amax(-1, keepdim=True) / 32767 / 2 * weight.abs().sum(1)
+        assert ((result.double() - exact).abs() <= error).all()
     apart = torch.randn(inputs, 3).T
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
+
+
+@needs_kernels
+def test_whole_sums_do_not_overflow_or_lose_what_is_not_finite():
+    """For a weight in int8: the largest products, at once, and rows beside one that is not finite."""
+    assert packing.has_kernels()
+    product: Any = llama._rounded(llama.Linear(torch.ones(3, 1500), None)).packed
+    x = torch.ones(4, 1500)
+    torch.testing.assert_close(product(x), torch.full((4, 3), 1500.0), rtol=1e-4, atol=0)
+    x[1, 700], x[2, 1499] = math.nan, -math.inf
+    assert product(x).isnan().all(1).tolist() == [False, True, True, False]
 
 
 @needs_kernels
@@ -98,7 +112,7 @@ def test_a_rounded_draft_reads_prompts_with_its_rounded_weights():
     for i in range(0, 40, 8):
         often.store(ids[:, i : i + 8], [i])
     near, exact = (lm.forward(ids[:, :1], [40]).logits for lm in (once, often))
-    torch.testing.assert_close(near, exact, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(near, exact, rtol=2e-3, atol=2e-3)
 
 
 @needs_kernels
@@ -204,7 +218,8 @@ def test_the_forward_is_that_of_the_model(family, settings):
 @pytest.mark.parametrize(("family", "settings"), [("Qwen2", BIASED), ("Qwen3", WIDE | {"tie_word_embeddings": True})])
 def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(family, settings, dtype):
     """But for the rounding of what is multiplied, passes of any number of ids differ by nothing but the order of sums,
-    and so do their states. A prompt of many ids is read in half precision, where the CPU has instructions for it."""
+    and so do their states. A prompt of many ids is read by the CPU's own products in half precision where they are
+    faster."""
     model = build(family, settings, dtype)
     lm, wide = LM(model, 3), LM(build(family, settings, dtype).float(), 3, stock=True)
     assert lm.dtype == torch.float32 and lm.weights == str(dtype).removeprefix("torch.")
@@ -219,7 +234,8 @@ def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(family
         after, expected = (one.forward(ids[:, :2], [20, 20, 20]).logits for one in both)
     apart = (stored[0][1] - stored[1][1]).abs().max() / stored[1][1].abs().max()
     assert stored[0][1].dtype == torch.float32 and float(apart) < 8 * torch.finfo(dtype).eps
-    assert (float(apart) > 1e-5) is not pretrained.emulated(dtype)
+    run: Any = lm.run
+    assert (float(apart) > 1e-5) is not (pretrained.emulated(dtype) or run.long)
     torch.testing.assert_close(after, expected, rtol=0.1, atol=0.5)
     assert {p.dtype for p in model.parameters()} == {dtype}
 
@@ -232,7 +248,7 @@ def test_passes_of_any_length_give_the_same_bits():
     model, ids = build("Qwen2", BIASED | {"num_hidden_layers": 3}, torch.bfloat16), torch.arange(96).view(3, 32) % 31
     runs = []
     for rows in (ids[1:2], ids):
-        for width in (1, 2, 3, 5, 16):
+        for width in (1, 2, 3, 5, 16, 32):
             lm, parts = LM(model, len(rows)), []
             for at in range(0, 32, width):
                 part = lm.forward(rows[:, at : at + width], [at] * len(rows), states=(1, LAST))

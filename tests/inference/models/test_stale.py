@@ -226,34 +226,38 @@ def test_an_engine_that_was_not_changed_prepares_nothing_again():
     assert (engine.target, engine.proposer.lm) == (target, draft)
 
 
-def of_target(kind, target):
-    """What shares the target's weights, or rounds them: as new."""
-    return EarlyExit(exit_network(tiny()), target) if kind == "early_exit" else Quantised(target)
+def exiting(target):
+    return EarlyExit(exit_network(tiny()), target)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["early_exit", "quantised"])
+@pytest.mark.parametrize("made", [exiting, Quantised])
 @pytest.mark.parametrize("way", [way for way in WAYS if way is not widened], ids=[n for n in NAMES if n != "widened"])
-def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, kind):
-    require_as_new(way, kind, tiny(), tiny())
+def test_a_draft_of_the_targets_weights_has_them_as_they_are(way, made):
+    require_as_new(way, made, tiny(), tiny())
 
 
-def require_as_new(way, kind, model, again):
-    engine = Engine(model, of_target(kind, model), rows=2)
+def require_as_new(way, made, model, again):
+    engine = Engine(model, made(model), rows=2)
     texts(engine)
     for one in (model, again):
         torch.manual_seed(9)
         way(one)
-    assert texts(engine) == texts(Engine(again, of_target(kind, again), rows=2))
+    assert texts(engine) == texts(Engine(again, made(again), rows=2))
 
 
-def test_a_rounded_copy_has_the_targets_weights_as_they_are():
-    """In a dtype that no kernel serves, after a change that moves no weight, so the target's LM stays."""
+@pytest.mark.parametrize(
+    ("bits", "dtype"),
+    [("int8", torch.float64), ("int8", torch.float32), ("nf4", torch.bfloat16)],
+    ids=lambda one: str(one),
+)
+def test_a_rounded_copy_has_the_targets_weights_as_they_are(bits, dtype):
+    """After a change that moves no weight, so the target's LM stays unless it has copies itself."""
 
     def doubled(model):
         model.model.layers[0].mlp.up_proj.weight.data.mul_(2)
 
-    require_as_new(doubled, "quantised", models.tiny(), models.tiny())
+    require_as_new(doubled, partial(Quantised, bits=bits), *(models.tiny(dtype=dtype) for _ in range(2)))
 
 
 @pytest.mark.thorough
