@@ -12,8 +12,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/minimum.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -928,21 +926,36 @@ std::tuple<at::Tensor, at::Tensor> chain(
     last = chosen(states.back());
   };
   pass(features, ids, pairs.unsqueeze(1) + at::arange(ids.size(1), ids.options()), only);
+  const int64_t A = ids.size(0);
+  const auto u_ = u.to(at::kDouble).contiguous();
+  const double* uniforms = u_.const_data_ptr<double>();
+  std::vector<char> drawable(A);  // whether `distribution` knows the row's
+  std::vector<float> heat(A);
+  std::vector<double> cut(A);
+  for (int64_t a = 0; a < A; a++) {
+    heat[a] = temperature.numel() ? temperature[a].item<float>() : 0;
+    cut[a] = tails.numel() ? tails[a].item<double>() : 0;
+  }
   std::vector<at::Tensor> drafts, distributions;
   for (int64_t depth = 0; depth < K; depth++) {
     const auto logits = product(last, head, at::empty({0}, last.options()), outputs).squeeze(1);
-    at::Tensor probs, token;
-    if (temperature.numel()) {  // as `distributions.draw`
-      const auto scaled = logits / temperature.to(logits.scalar_type()).unsqueeze(1);
-      probs = (tails.numel() ? without_tail(scaled, tails) : scaled).softmax(-1);
-      const auto sums = probs.to(at::kDouble).cumsum(-1), total = sums.slice(-1, outputs - 1);
-      const auto bound = at::minimum(u.slice(1, depth, depth + 1) * total, total * (1 - 0x1p-53));
-      token = at::searchsorted(sums, bound, false, true).clamp_max(outputs - 1).squeeze(1);
-    } else {
-      token = logits.argmax(-1);
-      const auto top = logits.gather(-1, token.unsqueeze(1)), none = top - top;  // 0, or NaN
-      probs = none.expand_as(logits).scatter(-1, token.unsqueeze(1), none + 1);
+    auto probs = at::empty_like(logits), token = at::empty_like(only);
+    const float* from = numbers(logits);
+    float* p = probs.data_ptr<float>();
+    at::parallel_for(0, A, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t a = begin; a < end; a++)
+        drawable[a] = distribution(from + a * outputs, p + a * outputs, outputs, heat[a], cut[a]);
+    });
+    for (int64_t a = 0; a < A; a++) {
+      if (drawable[a]) continue;
+      auto row = logits.slice(0, a, a + 1) / (heat[a] > 0 ? heat[a] : 1);
+      if (cut[a] > 0) row = without_tail(row, tails.slice(0, a, a + 1));
+      probs.slice(0, a, a + 1).copy_(row.softmax(-1));  // NaN if it has none
     }
+    at::parallel_for(0, A, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t a = begin; a < end; a++)
+        token.data_ptr<int64_t>()[a] = drawn(p + a * outputs, outputs, uniforms[a * u_.size(1) + depth]);
+    });
     drafts.push_back(known.numel() ? known.index_select(0, token) : token);
     distributions.push_back(probs);
     if (depth + 1 < K)
