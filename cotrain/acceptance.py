@@ -7,23 +7,9 @@ public functions are re-exported here. The shapes of r, l, k and lengths are the
 import torch
 from torch import Tensor
 
-from inference.verify.predict_chain import (
-    expected_calls,
-    expected_calls_block,
-    l_from,
-    r_from,
-    tau,
-)
+from inference.verify.predict_chain import expected_calls, expected_calls_block, l_from, r_from, tau
 
-__all__ = [
-    "call_weights",
-    "expected_calls",
-    "expected_calls_block",
-    "iid_tau",
-    "l_from",
-    "r_from",
-    "tau",
-]
+__all__ = ["call_weights", "expected_calls", "expected_calls_block", "iid_tau", "l_from", "r_from", "tau"]
 
 
 def iid_tau(alpha: float, K: int) -> float:

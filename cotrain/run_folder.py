@@ -32,12 +32,8 @@ MARKER, LOCK = "run.json", "run.lock"
 STATES = ("unfinished", "finished", "emptying")  # of a marker
 REPLACED = "replaced"  # in a folder: the run that overwrite=true replaces, until the new one is finished
 UNNAMED = {"bench", "serve_check"}  # commands that store no settings in the marker
-REPEATED = {
-    "bench",
-    "plan",
-    "serve_check",
-    "audit",
-}  # commands that measure anew each time, and keep what was measured before
+# commands that measure anew each time, and keep what was measured before
+REPEATED = {"bench", "plan", "serve_check", "audit"}
 
 
 @dataclass
@@ -431,8 +427,7 @@ def _locked(path: Path) -> Iterator[None]:
         except BlockingIOError:
             holder = os.read(handle, 100).decode().strip() or "another process"
             os.close(handle)
-            message = f"output={path} is in use by {holder}: wait for it, or name another folder"
-            raise UserError(message) from None
+            raise UserError(f"output={path} is in use by {holder}: wait for it, or name another folder") from None
         if _is(file, handle):
             break
         os.close(handle)  # another process removed the file after it was opened here: try again

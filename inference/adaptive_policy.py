@@ -238,8 +238,7 @@ def inputs(rates: Numbers, top: Numbers) -> Numbers:
 def estimate(weights: Sequence[float], given: Numbers) -> Numbers:
     """Return the estimated probabilities (A,) that drafts are accepted. weights (INPUTS,): weights of the log odds.
     given (A, INPUTS): the result of `inputs`."""
-    result: Numbers = 1 / (1 + np.exp(-given @ np.array(weights)))
-    return result
+    return 1 / (1 + np.exp(-given @ np.array(weights)))
 
 
 def seconds_of(table: Mapping[int, Sequence[float]], rows: int) -> Numbers:

@@ -161,11 +161,11 @@ class Engine:
             call = self.begin(prompts, max_new_tokens, sampling, seed, ids, ignore_eos, logprobs)
             for _ in self.rounds(call):
                 pass
-        texts = [str(self.tokenizer.decode(row.shown)) for row in call.rows] if self.tokenizer else None
-        finish = [row.finish or "length" for row in call.rows]
-        errors = [row.error for row in call.rows]
-        logprobs_of = [None if row.top is None else row.logprobs for row in call.rows]
-        return Output([row.new for row in call.rows], texts, finish, call.stats, errors, logprobs_of)
+        rows = call.rows
+        texts = [str(self.tokenizer.decode(row.shown)) for row in rows] if self.tokenizer else None
+        finish = [row.finish or "length" for row in rows]
+        logprobs_of = [None if row.top is None else row.logprobs for row in rows]
+        return Output([row.new for row in rows], texts, finish, call.stats, [row.error for row in rows], logprobs_of)
 
     def stream(
         self,

@@ -415,8 +415,7 @@ def listed(prompts: Any, pads: frozenset[int]) -> list[Any]:
 def single(prompt: Any) -> list[Any]:
     """Return a list that contains only `prompt`, the argument of `Engine.stream`. Raises ValueError if it is a list of
     prompts."""
-    many = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], Integral | Mapping)
-    if many:
+    if isinstance(prompt, list | tuple) and prompt and not isinstance(prompt[0], Integral | Mapping):
         raise ValueError(f"prompt must be one prompt, not a list of {len(prompt)}; remove the [ ] around it")
     return [prompt]
 

@@ -65,8 +65,7 @@ def verify(
         return verified(round, given["logits"], drafts, given["length"], traced, top)
 
     name = "verify", traced, top, None if tree is None else tree.shape
-    result: RoundResult = replay.of_round(round, name, given, run, reads={"tree": tree})
-    return result
+    return replay.of_round(round, name, given, run, reads={"tree": tree})
 
 
 def verified(
@@ -108,8 +107,7 @@ def _by_operator(round: DecodingRound, logits: Tensor, proposal: Proposal, asked
     if not (plain and floats and rule in (RULES["token"], RULES["block"]) and hasattr(torch.ops.inference, "verified")):
         return x[:0]
     given, u = (logits, q, x, asked, regimes.temperature, regimes.tails), (round.test_noise, round.last_noise)
-    table: Tensor = torch.ops.inference.verified(*given, *u, rule.name == "block")
-    return table
+    return torch.ops.inference.verified(*given, *u, rule.name == "block")
 
 
 def round_result(

@@ -127,8 +127,7 @@ def sources(model: PreTrainedModel, count: int, seed: int = 0) -> list[Any]:
 def own_logits(model: PreTrainedModel, text: Sequence[int], source: Source | None = None) -> torch.Tensor:
     """The logits (n, V) after each id of a text, from one whole forward of the model alone."""
     inputs = own_inputs(model, torch.tensor([list(text)]), source if source is not None else source_in_text(text))
-    logits: torch.Tensor = model(**inputs, use_cache=False).logits[0]
-    return logits
+    return model(**inputs, use_cache=False).logits[0]
 
 
 def generated(model: PreTrainedModel, start: Sequence[int], n: int, **more: Any) -> list[int]:

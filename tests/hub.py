@@ -61,10 +61,10 @@ class Answers(BaseHTTPRequestHandler):
         elif self.path == "/api/validate-yaml":
             self._say({"errors": [], "warnings": []})
         elif self.path.endswith("/preupload/main"):
-            ways = [
-                (one["path"], "lfs" if one["path"].endswith(".safetensors") else "regular") for one in asked["files"]
+            files = [
+                {"path": one["path"], "uploadMode": way(one["path"]), "shouldIgnore": False} for one in asked["files"]
             ]
-            self._say({"files": [{"path": path, "uploadMode": way, "shouldIgnore": False} for path, way in ways]})
+            self._say({"files": files})
         else:
             self._say({"error": self.path}, 404)
 

@@ -63,8 +63,7 @@ def next_head(target: LlamaForCausalLM) -> Proposer:
     head = torch.nn.Linear(*sizes, bias=False, dtype=target.dtype, device=target.device)
     with torch.no_grad():
         head.weight.copy_(0.5 * target.lm_head.weight)
-    made: Proposer = example()["NextHead"](head)
-    return made
+    return example()["NextHead"](head)
 
 
 def hybrid(target: LlamaForCausalLM) -> Hybrid:
@@ -106,8 +105,7 @@ def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork
 
 def p_eagle(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> PEagleNetwork:
     """As `eagle`, whose last id is read as a mask."""
-    network: PEagleNetwork = eagle(target, noise, PEagleNetwork, pard_token=target.config.vocab_size - 1, **settings)
-    return network
+    return eagle(target, noise, PEagleNetwork, pard_token=target.config.vocab_size - 1, **settings)
 
 
 def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> BlockNetwork:
@@ -208,54 +206,41 @@ def half(target: LlamaForCausalLM) -> int:
     return int(target.config.vocab_size) // 2
 
 
-def pruned(target: LlamaForCausalLM, **settings: Any) -> Eagle:
-    return Eagle(eagle(target, draft_vocab_size=half(target)), **settings)
+def of(proposer: Callable[..., Proposer], network: Callable[..., Any], **fixed: Any) -> Kind:
+    """A kind that drafts with a network made for the target."""
+    return Kind(lambda target, **settings: proposer(network(target, **fixed), **settings))
 
 
 KINDS = {
-    "eagle": Kind(lambda target, **settings: Eagle(eagle(target), **settings)),
-    "eagle, pruned": Kind(pruned),
-    "eagle, low rank": Kind(lambda target, **settings: Eagle(eagle(target, head_rank=lower(target)), **settings)),
-    "p_eagle": Kind(lambda target, **settings: PEagle(p_eagle(target), **settings)),
-    "p_eagle, pruned": Kind(
-        lambda target, **settings: PEagle(p_eagle(target, draft_vocab_size=half(target)), **settings)
-    ),
-    "p_eagle, markov": Kind(lambda target, **settings: PEagle(p_eagle(target, markov_rank=3), **settings)),
-    "block": Kind(lambda target, **settings: Block(block(target), **settings)),
-    "block, causal": Kind(lambda target, **settings: Block(block(target, causal=True, markov_rank=3), **settings)),
-    "block, pruned": Kind(
-        lambda target, **settings: Block(block(target, draft_vocab_size=half(target), markov_rank=3), **settings)
-    ),
-    "block, target's head": Kind(lambda target, **settings: Block(block(target, target_head=True), **settings)),
-    "independent": Kind(lambda target, **settings: Independent(near(target, 0.15), **settings)),
-    "independent, pruned": Kind(
-        lambda target, **settings: Independent(small(near(target, 0.15), half(target)), **settings)
-    ),
-    "independent, low rank": Kind(
-        lambda target, **settings: Independent(small(near(target, 0.15), rank=lower(target)), **settings)
-    ),
-    "conditioned": Kind(lambda target, **settings: Conditioned(conditioned_near(target), **settings)),
+    "eagle": of(Eagle, eagle),
+    "eagle, pruned": of(Eagle, lambda target: eagle(target, draft_vocab_size=half(target))),
+    "eagle, low rank": of(Eagle, lambda target: eagle(target, head_rank=lower(target))),
+    "p_eagle": of(PEagle, p_eagle),
+    "p_eagle, pruned": of(PEagle, lambda target: p_eagle(target, draft_vocab_size=half(target))),
+    "p_eagle, markov": of(PEagle, p_eagle, markov_rank=3),
+    "block": of(Block, block),
+    "block, causal": of(Block, block, causal=True, markov_rank=3),
+    "block, pruned": of(Block, lambda target: block(target, draft_vocab_size=half(target), markov_rank=3)),
+    "block, target's head": of(Block, block, target_head=True),
+    "independent": of(Independent, near, noise=0.15),
+    "independent, pruned": of(Independent, lambda target: small(near(target, 0.15), half(target))),
+    "independent, low rank": of(Independent, lambda target: small(near(target, 0.15), rank=lower(target))),
+    "conditioned": of(Conditioned, conditioned_near),
     "conditioned, greedy": Kind(lambda target: Conditioned(conditioned_near(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
-    "medusa": Kind(lambda target, **settings: Medusa(medusa(target), **settings)),
-    "medusa, markov": Kind(lambda target, **settings: Medusa(medusa(target, 0.2, markov_rank=3), **settings)),
+    "medusa": of(Medusa, medusa),
+    "medusa, markov": of(Medusa, medusa, noise=0.2, markov_rank=3),
     "medusa, greedy": Kind(lambda target: Medusa(medusa(target), greedy=True)),
-    "hydra": Kind(lambda target, **settings: Hydra(hydra(target), **settings)),
+    "hydra": of(Hydra, hydra),
     "quantised": Kind(Quantised),
     "two_levels": Kind(lambda target: TwoLevels(Quantised(target), Independent(near(target, 0.15))), drawn=False),
     "parallel": Kind(parallel),
-    "parallel, pruned": Kind(lambda target, **settings: Parallel(small(masked(target), half(target)), **settings)),
-    "parallel, low rank": Kind(
-        lambda target, **settings: Parallel(small(masked(target), rank=lower(target)), **settings)
-    ),
-    "parallel, low rank, pruned": Kind(
-        lambda target, **settings: Parallel(small(masked(target), half(target), lower(target)), **settings)
-    ),
-    "parallel, markov": Kind(lambda target, **settings: Parallel(chained(masked(target)), **settings)),
-    "parallel, markov, pruned": Kind(
-        lambda target, **settings: Parallel(chained(small(masked(target), half(target))), **settings)
-    ),
+    "parallel, pruned": of(Parallel, lambda target: small(masked(target), half(target))),
+    "parallel, low rank": of(Parallel, lambda target: small(masked(target), rank=lower(target))),
+    "parallel, low rank, pruned": of(Parallel, lambda target: small(masked(target), half(target), lower(target))),
+    "parallel, markov": of(Parallel, lambda target: chained(masked(target))),
+    "parallel, markov, pruned": of(Parallel, lambda target: chained(small(masked(target), half(target)))),
     "parallel, greedy": Kind(lambda target: parallel(target, greedy=True)),
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),

@@ -79,9 +79,9 @@ def independent(target: LlamaForCausalLM, *small: Any) -> Student:
     return IndependentStudent(kinds.small(near(target, 0.3), *small) if small else near(target, 0.3), target)
 
 
-def heads(target: LlamaForCausalLM, depths: int = 3) -> Any:
+def heads(target: LlamaForCausalLM) -> Any:
     torch.manual_seed(5)
-    network = HeadsNetwork(HeadsConfig(16, depths)).double()
+    network = HeadsNetwork(HeadsConfig()).double()
     for weight in network.parameters():
         nn.init.normal_(weight, std=0.3)
     return Heads(network, target)
@@ -93,16 +93,9 @@ def hybrid(target: LlamaForCausalLM) -> Student:
     return HybridStudent(network, target)
 
 
-def eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
-    return EagleStudent(kinds.eagle(target, 0.3, **settings), target)
-
-
-def block(target: LlamaForCausalLM, **settings: Any) -> Any:
-    return BlockStudent(kinds.block(target, 0.3, **settings), target)
-
-
-def p_eagle(target: LlamaForCausalLM, **settings: Any) -> Any:
-    return PEagleStudent(kinds.p_eagle(target, 0.3, **settings), target)
+def of(student: Callable[..., Student], network: Callable[..., Any], **settings: Any) -> Callable[..., Student]:
+    """Makes a student of a network that is farther from the target than those of proposers."""
+    return lambda target: student(network(target, 0.3, **settings), target)
 
 
 class HeadNetwork(PreTrainedModel):
@@ -127,7 +120,7 @@ def example(target: LlamaForCausalLM) -> Any:
             return cls(HeadNetwork.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
     torch.manual_seed(6)
-    network = HeadNetwork(HeadsConfig(16)).double()
+    network = HeadNetwork(HeadsConfig()).double()
     with torch.no_grad():
         network.head.weight.copy_(0.5 * target.lm_head.weight)
     return Loaded(network, target)
@@ -143,7 +136,7 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "independent": independent,
     "independent, pruned": lambda target: independent(target, 16),
     "independent, low rank": lambda target: independent(target, None, 5),
-    "conditioned": lambda target: ConditionedStudent(kinds.conditioned_near(target, 0.3), target),
+    "conditioned": of(ConditionedStudent, kinds.conditioned_near),
     "parallel": parallel,
     "parallel, pruned": lambda target: parallel(target, 16),
     "parallel, low rank": lambda target: parallel(target, None, 5),
@@ -155,51 +148,23 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
-    "eagle": eagle,
-    "eagle, pruned": lambda target: eagle(target, draft_vocab_size=16),
-    "eagle, low rank": lambda target: eagle(target, head_rank=5),
-    "p_eagle": p_eagle,
-    "p_eagle, pruned": lambda target: p_eagle(target, draft_vocab_size=16),
-    "p_eagle, low rank, pruned": lambda target: p_eagle(target, draft_vocab_size=16, head_rank=5),
-    "p_eagle, markov": lambda target: p_eagle(target, markov_rank=3),
-    "block": block,
-    "block, causal": lambda target: block(target, causal=True, markov_rank=3),
-    "block, pruned": lambda target: block(target, draft_vocab_size=16, markov_rank=3, head_rank=5),
-    "block, target's head": lambda target: block(target, target_head=True, markov_rank=3),
-    "medusa": lambda target: MedusaStudent(kinds.medusa(target, 0.3), target),
-    "medusa, markov": lambda target: MedusaStudent(kinds.medusa(target, 0.3, markov_rank=3), target),
-    "hydra": lambda target: HydraStudent(kinds.hydra(target, 0.3), target),
+    "eagle": of(EagleStudent, kinds.eagle),
+    "eagle, pruned": of(EagleStudent, kinds.eagle, draft_vocab_size=16),
+    "eagle, low rank": of(EagleStudent, kinds.eagle, head_rank=5),
+    "p_eagle": of(PEagleStudent, kinds.p_eagle),
+    "p_eagle, pruned": of(PEagleStudent, kinds.p_eagle, draft_vocab_size=16),
+    "p_eagle, low rank, pruned": of(PEagleStudent, kinds.p_eagle, draft_vocab_size=16, head_rank=5),
+    "p_eagle, markov": of(PEagleStudent, kinds.p_eagle, markov_rank=3),
+    "block": of(BlockStudent, kinds.block),
+    "block, causal": of(BlockStudent, kinds.block, causal=True, markov_rank=3),
+    "block, pruned": of(BlockStudent, kinds.block, draft_vocab_size=16, markov_rank=3, head_rank=5),
+    "block, target's head": of(BlockStudent, kinds.block, target_head=True, markov_rank=3),
+    "medusa": of(MedusaStudent, kinds.medusa),
+    "medusa, markov": of(MedusaStudent, kinds.medusa, markov_rank=3),
+    "hydra": of(HydraStudent, kinds.hydra),
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
 }
-# those that tests can run in an engine
-SERVED = (
-    "independent",
-    "independent, pruned",
-    "independent, low rank",
-    "conditioned",
-    "example",
-    "eagle",
-    "eagle, pruned",
-    "eagle, low rank",
-    "p_eagle",
-    "p_eagle, pruned",
-    "p_eagle, low rank, pruned",
-    "p_eagle, markov",
-    "block",
-    "block, causal",
-    "block, pruned",
-    "block, target's head",
-    "early_exit",
-    "medusa",
-    "medusa, markov",
-    "hydra",
-    "parallel",
-    "parallel, pruned",
-    "parallel, low rank",
-    "parallel, low rank, pruned",
-    "parallel, markov",
-    "parallel, markov, pruned",
-)
+SERVED = [kind for kind in STUDENTS if kind not in ("heads", "hybrid")]  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

@@ -11,6 +11,9 @@ from inference import Engine, Sampling
 from inference.output import Emitted
 from inference.sampling.noise import row_ids
 
+TARGET = {"name": "the-target", "config": None, "tokenizer": None}  # of the metadata of a draft folder: without hashes
+PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+
 
 def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are recorded by the buckets of CUDA graphs, on a CPU without graphs, in slots that start few."""

@@ -9,6 +9,7 @@ import torch
 
 from tests.exact import F64, Tree
 
+SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 MODES = ("without", "deterministic")  # children drawn without replacement; or the likeliest
 
 

@@ -222,8 +222,7 @@ def _features(cfg: ExportConfig, target: str, metadata: Metadata | None) -> Path
 def _remarks(written: Metadata) -> list[str]:
     """Return the remarks in an exported draft's metadata: what the layout cannot hold, and what an engine serves
     differently from the plan."""
-    remarks: list[str] = (written.origin.get("export") or {}).get("remarks", [])
-    return remarks
+    return (written.origin.get("export") or {}).get("remarks", [])
 
 
 def _print_remarks(path: Path) -> None:

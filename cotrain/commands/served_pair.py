@@ -195,9 +195,12 @@ def load_network(draft_folder: Folder, target: PreTrainedModel, tokenizer: PreTr
     """Return the network of a draft folder, loaded on the target's device. tokenizer: the target's. Raises ValueError
     or OSError, which names the file, for missing or wrong weights, and for a folder that was made for another target.
     """
-    network_class = kind_of(draft_folder.kind).network_class
-    hashes = hash_target(target.config, tokenizer)
-    draft = load_draft(draft_folder.path, network=network_class, target=hashes, model=target)[0]
+    draft = load_draft(
+        draft_folder.path,
+        network=kind_of(draft_folder.kind).network_class,
+        target=hash_target(target.config, tokenizer),
+        model=target,
+    )[0]
     torch.nn.Module.to(draft, target.device)
     return draft
 

@@ -75,16 +75,17 @@ def composed_shape(settings: str, target: ServedTarget) -> TrainConfig:
     cfg.target = Target(**target.model_dump())
     follow_target(cfg, chosen(typed))
     refuse_unread(cfg, typed)
-    return cast(TrainConfig, cfg)
+    return cfg
 
 
 def _timed(
     cfg: PlanConfig, settings: str, config: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
     target, tokenizer = pair
-    student = new_student(config, target, len(cast(Any, tokenizer)))
+    words = len(cast(Any, tokenizer))
+    student = new_student(config, target, words)
     if student.undecided or config.draft.vocabulary:
-        student.know(torch.arange(len(cast(Any, tokenizer)), 0, -1))  # which ids are known does not change the time
+        student.know(torch.arange(words, 0, -1))  # which ids are known does not change the time
     network, kind = student.network, config.draft.kind
     size = sum(weight.numel() for weight in network.parameters())
     print(f"plan: shape {settings}, {size / 1e6:.2f} M parameters")

@@ -63,8 +63,7 @@ def serving(cfg: TeacherConfig) -> tuple[list[str], dict[str, str]]:
     command += [f"--dtype={dtype}", *(["--enforce-eager"] if cpu else ["--tensor-parallel-size", str(cfg.gpus)])]
     command += hidden_states.vllm_arguments(layers, Path(cfg.output).absolute(), cpu)
     longer = {"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
-    on_cpu = {"PYTHONPATH": str(hidden_states.ON_VLLM), "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return command, longer | (on_cpu if cpu else {})
+    return command, longer | ({"PYTHONPATH": str(hidden_states.ON_VLLM), "VLLM_CPU_KVCACHE_SPACE": "1"} if cpu else {})
 
 
 def _require_vllm(python: str) -> None:

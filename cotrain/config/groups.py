@@ -303,8 +303,7 @@ class Rollout(Settings):
         """Return the settings that only `cotrain train` reads, as name -> the reason, for another command; otherwise
         {}. command: the class of its settings."""
         why = "cotrain rollout samples at regime.temperature=, and trains no draft: leave out this setting"
-        trains = "trainer" in command.model_fields
-        return {} if trains else dict.fromkeys(("temperatures", "train_temperatures"), why)
+        return {} if "trainer" in command.model_fields else dict.fromkeys(("temperatures", "train_temperatures"), why)
 
 
 class Joint(Settings):

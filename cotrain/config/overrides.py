@@ -138,8 +138,7 @@ def literal(text: str) -> str:
 
     if text == "???":  # OmegaConf's mark of a missing value
         return "${oc.decode:'\"???\"'}"
-    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-    return QuotedString(escaped, Quote.single).with_quotes()
+    return QuotedString(re.sub(r"(\\*)\$\{", r"\1\1\\${", text), Quote.single).with_quotes()
 
 
 def explain(error: Exception, command: str, arguments: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -27,16 +28,7 @@ from cotrain.paths import folder
 DOMAINS = ("code", "prose", "records")
 PROMPTS, SOURCES = "prompts.jsonl", "sources.jsonl"  # in data/: shipped prompts, and sources of `sequence_tasks`
 HELD_OUT_PERCENT = 5
-SKIPPED = {
-    "test",
-    "tests",
-    "idle_test",
-    "testing",
-    "site-packages",
-    "dist-packages",
-    "_vendor",
-    "__pycache__",
-}
+SKIPPED = {"test", "tests", "idle_test", "testing", "site-packages", "dist-packages", "_vendor", "__pycache__"}
 FILE_BYTES = (400, 120_000)  # shorter files have little text, longer ones are mostly tables
 DOCSTRING_LENGTH = 160  # characters; shorter texts are not used
 PIECE = 400  # characters, about 120 tokens; each piece of a document starts with a prompt
@@ -109,8 +101,9 @@ def text_pieces(text: str) -> list[str]:
 
 def _code(held_out: bool) -> Iterator[Document]:
     for path, file in _source_files():
-        if Document(path, "").held_out == held_out and (text := _read(file)) is not None:
-            yield Document(path, text)
+        if Document(path, "").held_out == held_out:
+            with suppress(UnicodeDecodeError):  # a source in a legacy encoding
+                yield Document(path, file.read_text(encoding="utf-8"))
 
 
 def _prose(held_out: bool) -> Iterator[Document]:
@@ -165,13 +158,6 @@ def _usable(path: str, file: Path) -> bool:
     if SKIPPED.intersection(Path(path).parts) or path.startswith("..") or path.endswith("topics.py"):
         return False
     return file.is_file() and FILE_BYTES[0] <= file.stat().st_size <= FILE_BYTES[1]
-
-
-def _read(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:  # a source in a legacy encoding
-        return None
 
 
 def _distributions() -> list[str]:
@@ -264,8 +250,7 @@ def records(number: int) -> str:
 def shipped(name: str = PROMPTS) -> list[dict[str, str]]:
     """Return the rows of the file data/`name`, each {"domain", "text"}. The domains alternate, so the first n rows have
     texts of all domains."""
-    lines = (folder("data") / name).read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for line in (folder("data") / name).read_text(encoding="utf-8").splitlines()]
 
 
 def shipped_ids(

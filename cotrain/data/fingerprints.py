@@ -131,13 +131,12 @@ def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> st
     parts = []
     for key in differences(actual, wanted):
         values = (old.get(key), new.get(key))
-        hidden = any(isinstance(value, str) and _is_hash(value) for value in values)
+        hidden = any(
+            isinstance(value, str) and len(value) >= HEXADECIMAL and not set(value) - set("0123456789abcdef")
+            for value in values
+        )
         parts.append(f"{key} differs" if hidden else f"{key} was {values[0]!r}, now {values[1]!r}")
     return "; ".join(parts)
-
-
-def _is_hash(value: str) -> bool:
-    return len(value) >= HEXADECIMAL and not set(value) - set("0123456789abcdef")
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -171,5 +170,4 @@ def _hash(value: Any) -> str:
     def listed(other: Any) -> Any:
         return sorted(map(str, other)) if isinstance(other, set | frozenset) else str(other)
 
-    text = json.dumps(value, sort_keys=True, default=listed)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=listed).encode(), digest_size=16).hexdigest()

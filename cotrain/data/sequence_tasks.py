@@ -113,8 +113,7 @@ def functions(source: str) -> Iterator[SequencePair]:
 
 def _first_sentence(docstring: str) -> str:
     """Return the first paragraph on one line, up to the first full stop that is followed by a space."""
-    paragraph = " ".join(docstring.partition("\n\n")[0].split())
-    return re.split(r"(?<=[.!?])\s", paragraph, maxsplit=1)[0]
+    return re.split(r"(?<=[.!?])\s", " ".join(docstring.partition("\n\n")[0].split()), maxsplit=1)[0]
 
 
 def _without_docstring(node: ast.FunctionDef) -> tuple[str, str]:

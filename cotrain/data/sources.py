@@ -403,13 +403,14 @@ def embedded_texts(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
     """Return rows (text, domain) of the embedded corpora. max_bytes: how many bytes of UTF-8 text to read, keyed by
     domain. split: "train" or "held_out". Raises ValueError for any other domain or split, or if a domain has no
     document."""
-    rows = [
-        {"text": document.text, "domain": domain}
-        for domain, size in max_bytes.items()
-        if size > 0
-        for document in embedded(domain, split, size)
-    ]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list(
+        [
+            {"text": document.text, "domain": domain}
+            for domain, size in max_bytes.items()
+            if size > 0
+            for document in embedded(domain, split, size)
+        ]
+    )
 
 
 def source_of(data: Data, split: str, template: Template, encoder: bool = False) -> Source:
@@ -507,8 +508,7 @@ def _embedded(data: Data, split: str, tokenizer: PreTrainedTokenizerBase, encode
 
 
 def _texts(rows: Sequence[DataRow], tokenizer: PreTrainedTokenizerBase) -> TextStarts:
-    texts = {"text": [row.text for row in rows], "domain": [row.domain for row in rows]}
-    whole = datasets.Dataset.from_dict(texts)
+    whole = datasets.Dataset.from_dict({"text": [row.text for row in rows], "domain": [row.domain for row in rows]})
     return TextStarts(whole, whole, tokenizer)
 
 
@@ -534,12 +534,13 @@ def _turns(rows: Sequence[DataRow], template: Template, skipped: Skipped, lost: 
 
 def _cut(texts: datasets.Dataset) -> datasets.Dataset:
     """Return documents cut into `text_pieces`, so that one document gives several prompts."""
-    rows = [
-        {"text": piece, "domain": row["domain"], "document": number}
-        for number, row in enumerate(texts)
-        for piece in text_pieces(row["text"])
-    ]
-    return datasets.Dataset.from_list(rows)
+    return datasets.Dataset.from_list(
+        [
+            {"text": piece, "domain": row["domain"], "document": number}
+            for number, row in enumerate(texts)
+            for piece in text_pieces(row["text"])
+        ]
+    )
 
 
 def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Texts:

@@ -65,10 +65,11 @@ def shared(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:
         at = bisect_left(ordered, prompt)
         return at < len(ordered) and ordered[at][: len(prompt)] == prompt
 
-    def starts_with_one(prompt: Prompt) -> bool:
-        return any(tuple(prompt[:size]) in whole for size in sizes if size <= len(prompt))
-
-    return [prompt for prompt in prompts if begins_one(prompt) or starts_with_one(prompt)]
+    return [
+        prompt
+        for prompt in prompts
+        if begins_one(prompt) or any(tuple(prompt[:size]) in whole for size in sizes if size <= len(prompt))
+    ]
 
 
 def without(prompts: Sequence[Prompt], others: Sequence[Prompt]) -> list[Prompt]:

@@ -228,8 +228,9 @@ def score(
         if scored:
             scored(len(at))
     first, length = held.texts.prompt[rows], held.texts.length[rows]
-    aligned = (_aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True))
-    l, r_greedy, confidence = aligned
+    l, r_greedy, confidence = (
+        _aligned(torch.cat(one), first - 1) for one in zip(*(grids for grids, _ in parts), strict=True)
+    )
     sums = torch.stack([sums for _, sums in parts]).sum(0)  # (depths, 4)
     lengths = length - first
     alpha, greedy, kl, entropy = (sums[0] / lengths.sum()).tolist()
@@ -282,8 +283,7 @@ def _placed(values: Tensor, at: Tensor, mask: Tensor, never: float) -> Tensor:
     """Return a grid (B, T) on the CPU: the `values` (n,) at the flat positions `at` (n,), `never` at all other
     positions where `mask` (B, T) bool is True, and 0 elsewhere."""
     values = values.cpu()
-    grid = values.new_zeros(mask.shape).masked_fill(mask, never)
-    return grid.flatten().index_copy(0, at, values).view(mask.shape)
+    return values.new_zeros(mask.shape).masked_fill(mask, never).flatten().index_copy(0, at, values).view(mask.shape)
 
 
 def _aligned(r: Tensor, start: Tensor) -> Tensor:
@@ -310,5 +310,4 @@ def _pooled(parts: list[Scores]) -> Scores:
     alpha, greedy, kl, entropy = (torch.tensor(means) * weights.unsqueeze(1)).sum(0).tolist()
     counts = torch.stack([drafts_by_depth(part.lengths, len(part.alphas)) for part in parts])
     sums = (torch.tensor([part.alphas for part in parts]) * counts).nansum(0)  # NaN where no round drafts
-    alphas = (sums / counts.sum(0)).tolist()
-    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy, tuple(alphas))
+    return Scores(l, r_greedy, confidence, lengths, alpha, greedy, kl, entropy, tuple((sums / counts.sum(0)).tolist()))

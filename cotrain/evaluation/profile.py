@@ -58,8 +58,7 @@ def profile(
         for length, alpha in zip(context.tolist(), own.tolist(), strict=True):
             bucket = buckets[int(length).bit_length()]
             bucket[0], bucket[1] = bucket[0] + alpha, bucket[1] + 1
-    count = sum(positions for _, positions in buckets.values())
-    means = (totals / max(count, 1)).tolist()
+    means = (totals / max(sum(positions for _, positions in buckets.values()), 1)).tolist()
     return {
         "by_draft_temperature": {f"{t:g}": alpha for t, alpha in zip(temperatures, means, strict=True)},
         "by_context": {

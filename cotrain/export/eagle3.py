@@ -269,7 +269,6 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    verifier = {"name_or_path": metadata.target["name"], "architectures": [architecture]}
     apart = (
         "architectures",
         "draft_vocab_size",
@@ -294,7 +293,7 @@ def speculators_config(ours: Mapping[str, Any], metadata: Metadata, architecture
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": verifier,
+            "verifier": {"name_or_path": metadata.target["name"], "architectures": [architecture]},
         },
         "tie_word_embeddings": False,
         "dtype": ours["dtype"],

@@ -387,8 +387,7 @@ def launch(
 def captured(origin: Mapping[str, Any]) -> list[int]:
     """Return the target's layers (0-based) whose outputs an exported feature draft reads; [] for other drafts. origin:
     the entry `origin` in the metadata of the exported draft."""
-    layers: list[int] = (origin.get("export") or {}).get("outputs_of_layers", [])
-    return layers
+    return (origin.get("export") or {}).get("outputs_of_layers", [])
 
 
 def place(target: str) -> str:

@@ -336,8 +336,7 @@ def _other_end(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> in
     """Return the first id that ends a text and is not the tokenizer's end token, for example an end-of-turn token; None
     if there is none."""
     ends = model.generation_config.eos_token_id if model.generation_config else None
-    others = [end for end in (ends if isinstance(ends, list) else [ends]) if end != tokenizer.eos_token_id]
-    return others[0] if others else None
+    return next((end for end in (ends if isinstance(ends, list) else [ends]) if end != tokenizer.eos_token_id), None)
 
 
 def split_name(core: Mapping[str, Any]) -> str:

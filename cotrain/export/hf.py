@@ -264,9 +264,10 @@ def _stored(draft: Folder) -> list[str]:
 def _generation(path: Path) -> list[str]:
     """Return problems with the keys in generation_config.json that set the draft length of transformers' assisted
     generation."""
-    if not (path / GENERATION).is_file():
+    file = path / GENERATION
+    if not file.is_file():
         return []
-    values, file = read_json(path / GENERATION), path / GENERATION
+    values = read_json(file)
     k = values.get("num_assistant_tokens")
     problems = []
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:

@@ -77,8 +77,9 @@ def export(
         written = metadata and metadata.exported(str(served), None, None)
         notes = [*(said_of(written) if written else []), NOTE, *remarks]
         learnt = written.learnt_from if written else str(served)
-        card = _card(name or str(Path(output).absolute()), str(served), k, notes, learnt)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        command = serve_vllm(place(str(served)), speculative(name or str(Path(output).absolute()), k))
+        head = f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round.\n\n```sh\n{command}\n```"
+        (new / "README.md").write_text("\n\n".join([head, *notes, MARK]) + "\n", encoding="utf-8")
     return Path(output)
 
 
@@ -130,9 +131,3 @@ def _check_target(source: Path, trained_for: Any, served: Any) -> None:
                 f"{source}: its heads were made for {trained_for['name']}, but target.path= has another {part}: set "
                 "target.path= to the target that they were made for"
             )
-
-
-def _card(folder: str, target: str, k: int, remarks: list[str], learnt: str) -> str:
-    command, said = serve_vllm(place(target), speculative(folder, k)), "\n\n".join(remarks)
-    head = f"# Medusa heads for {learnt}\n\n{VERSIONS}; {k} drafts a round."
-    return f"{head}\n\n```sh\n{command}\n```\n\n{said}\n\n{MARK}\n"

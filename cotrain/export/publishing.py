@@ -175,8 +175,7 @@ def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
         return ""
     head = ["drafts a round", *(f"**{k}**" if k == metadata.k else str(k) for k in lengths)]
     rows = [[way, *(f"{one[k]:.2f}" for k in lengths)] for way, one in taus.items()]
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
 
 
 def without_markov(source: Path, metadata: Metadata) -> str:

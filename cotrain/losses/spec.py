@@ -66,8 +66,7 @@ def parse(expression: str, key: str = "loss.first") -> LossSpec:
         raise ValueError(f"{key}: {weighted[0]} cannot be part of a sum, as in {expression!r}: set {key}={weighted[0]}")
     per_position = tuple(term for term in terms if not term.loss.sequence)
     per_text = tuple(term for term in terms if term.loss.sequence)
-    argmax = any(term.loss.argmax for term in terms)
-    return LossSpec(_sum(per_position), per_text, bool(weighted), argmax, per_position)
+    return LossSpec(_sum(per_position), per_text, bool(weighted), any(term.loss.argmax for term in terms), per_position)
 
 
 def _terms(expression: str, key: str) -> list[Term]:
@@ -80,10 +79,7 @@ def _terms(expression: str, key: str) -> list[Term]:
 
 def _function(name: str) -> Callable[..., Any]:
     """Return the function of a loss, from the module `sequence` or `divergences`."""
-    function: Callable[..., Any] = getattr(
-        sequence if LOSSES[name].sequence else divergences, LOSSES[name].function or name
-    )
-    return function
+    return getattr(sequence if LOSSES[name].sequence else divergences, LOSSES[name].function or name)
 
 
 def _weight_and_name(text: str, key: str) -> tuple[float, str]:

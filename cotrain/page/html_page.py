@@ -59,8 +59,7 @@ def _asset(name: str) -> str:
 def _plotly() -> str:
     from plotly.offline import get_plotlyjs  # large: imported only to write a page
 
-    library: str = get_plotlyjs()
-    return library
+    return get_plotlyjs()
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:

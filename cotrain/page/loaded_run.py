@@ -93,8 +93,7 @@ class LoadedRun:
     @property
     def tree(self) -> list[int] | None:
         """Return the timed tree as a list with the parent of each node, or None if chains were timed."""
-        parents: list[int] | None = self.get("report", "extra", "planned_shape")
-        return parents
+        return self.get("report", "extra", "planned_shape")
 
     @property
     def k(self) -> int | None:
@@ -197,8 +196,7 @@ def _load(number: int, path: Path) -> LoadedRun:
         validate_replay,
         "{file} is no replay of this version ({error}): delete it, or measure the draft again",
     )
-    documents = {"report": report, "held_out": figures, "run": marker, "replay": replay}
-    return LoadedRun(number, path, documents, curves)
+    return LoadedRun(number, path, {"report": report, "held_out": figures, "run": marker, "replay": replay}, curves)
 
 
 def _valid(files: Sequence[Path], check: Callable[[Any], object], wrong: str) -> dict[str, Any] | None:
@@ -250,5 +248,4 @@ def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
 
 def thinned(curve: Curve, most: int = MOST) -> Curve:
     """Return at most `most` points of a curve, evenly spaced, with the last point among them."""
-    every = -(-len(curve) // most)
-    return curve[::-1][:: max(every, 1)][::-1]
+    return curve[::-1][:: max(-(-len(curve) // most), 1)][::-1]

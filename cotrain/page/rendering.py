@@ -154,12 +154,11 @@ class Chart:
     def rows(self) -> tuple[list[object], list[list[object]]]:
         """Return the head and the rows of the table of all numbers, with a row for each x and a column for each
         series."""
-        points = list(dict.fromkeys(x for one in self.series for x in one.x))
         columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
-        rows: list[list[object]] = []
-        for x in points:
-            cells = [_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True)]
-            rows.append([x, *cells])
+        rows: list[list[object]] = [
+            [x, *(_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True))]
+            for x in dict.fromkeys(x for one in self.series for x in one.x)
+        ]
         return [self.x, *[one.name for one in self.series]], rows
 
     def plotly(self) -> dict[str, Any]:
@@ -251,11 +250,10 @@ def _trace(chart: Chart, series: Series, index: int) -> dict[str, Any]:
         }
     if series.mode == "bar":
         return trace | {"type": "bar", "marker": {"pattern": {"shape": PATTERNS[colour % len(PATTERNS)]}}}
-    shape = {"symbol": SYMBOLS[colour % len(SYMBOLS)], "size": 7 if "markers" in series.mode else 1}
     return trace | {
         "type": "scatter",
         "mode": series.mode,
-        "marker": shape,
+        "marker": {"symbol": SYMBOLS[colour % len(SYMBOLS)], "size": 7 if "markers" in series.mode else 1},
         "line": {"dash": DASHES[colour % len(DASHES)], "width": 2},
     }
 
@@ -266,14 +264,13 @@ def _apart(high: Number, low: Number) -> float | None:
 
 def _heat(chart: Chart) -> dict[str, Any]:
     z = [[one.value for one in series.y] for series in chart.series]
-    texts = [["" if value is None else format(value, chart.spec) for value in row] for row in z]
     return {
         "type": "heatmap",
         "z": z,
         "x": [str(x) for x in chart.series[0].x],
         "texttemplate": "%{text}",
         "y": [escaped_label(one.name) for one in chart.series],
-        "text": texts,
+        "text": [["" if value is None else format(value, chart.spec) for value in row] for row in z],
         "colorscale": "Cividis",
         "hovertemplate": "%{y}, %{x}: %{z}<extra></extra>",
         "meta": {"colour": 0},

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 from cotrain.errors import UserError, first_line
 from cotrain.planning.forecast import at_acceptance, break_even
@@ -96,7 +96,7 @@ def _readable(path: str, rows: Sequence[int]) -> Iterator[None]:
 
 def _content(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
-        return cast(dict[str, Any], json.load(file))
+        return json.load(file)
 
 
 def _by_rows(given: Mapping[str, Any], rows: Sequence[int], longest: int) -> dict[int, Costs]:

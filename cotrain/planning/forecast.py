@@ -261,8 +261,7 @@ def error_of_sum(values: Tensor) -> float:
 def mean_acceptance(figures: Figures) -> float:
     """Return the mean acceptance of the first draft of a round, over the tokens of all texts. figures: the
     probabilities of both models on the texts."""
-    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
-    return float(figures.first(figures.alpha)[inside].mean())
+    return float(figures.first(figures.alpha)[torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]].mean())
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:

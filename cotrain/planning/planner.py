@@ -18,14 +18,7 @@ from inference import Engine
 from inference.drafts.draft_folder import PlannedTree
 from inference.exactness.figures import Figures
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.costs import (
-    Costs,
-    RealRound,
-    calibrated,
-    measure_costs,
-    measure_rounds,
-    spans_of,
-)
+from inference.measure.costs import Costs, RealRound, calibrated, measure_costs, measure_rounds, spans_of
 from inference.measure.timing import Interval, interleave
 from inference.measure.tree_plan import Distributions, Search, distributions_of, distributions_of_rounds, reach_under
 from inference.measure.tree_shapes import Seconds, fitted_seconds, probes
@@ -152,8 +145,7 @@ def plan_draft(
     rates = measure_acceptance(plan, texts)
     chains, costs = plan_length(plan, costs, rates, until)
     if 1 < rows <= len(rates.lengths):
-        one_row = measured_costs(plan.batched(1), until).costs.rounds
-        chains, costs = plan_length(plan, costs, rates, until, one_row)
+        chains, costs = plan_length(plan, costs, rates, until, measured_costs(plan.batched(1), until).costs.rounds)
     tree = best_tree(given, chains, texts, until)
     served = tree is not None and (plan.planned is not None or tree.gain > 0)
     plan = replace(plan, tree=tree.tree if tree and served else None)
@@ -284,8 +276,7 @@ def tree_search(plan: Plan, distributions: Distributions) -> Search:
     """Return the search over trees of at most bench.trees nodes. distributions: both models', on texts. The children of
     a node are sampled or the most probable tokens; with greedy drafting and at temperature 0, only the latter."""
     most, sorts = plan.bench.trees, (True,) if _likeliest_only(plan) else (False, True)
-    children = min(CHILDREN, most, distributions.p.shape[-1])
-    return Search(distributions, most, children, {1, *plan.depths}, sorts=sorts)
+    return Search(distributions, most, min(CHILDREN, most, distributions.p.shape[-1]), {1, *plan.depths}, sorts=sorts)
 
 
 def candidate_trees(search: Search, seconds: Seconds) -> list[PlannedTree]:

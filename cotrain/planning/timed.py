@@ -64,15 +64,13 @@ def _timed(plan: Plan, cell: Forecast, policy: Adaptive) -> dict[str, Any]:
         }
     if tree:
         figures[TREE] |= {"predicted": tree.speedup, "predicted_tau": tree.tau}
-    gain = timing.ratio(ADAPTIVE, f"k = {best}")._asdict()
-    full = _full(plan, cell, best, engines) if size.rows > 1 else None
     return {
         "temperature": plan.sampling.temperature,
         "rows": size.rows,
         "k": cell.k,
         "arms": figures,
-        "adaptive_over_best": gain,
-        "full_batches": full,
+        "adaptive_over_best": timing.ratio(ADAPTIVE, f"k = {best}")._asdict(),
+        "full_batches": _full(plan, cell, best, engines) if size.rows > 1 else None,
         "runs": reached.runs,
         "seconds": reached.seconds,
         "others": reached.others,
@@ -119,7 +117,6 @@ def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
             if name == PLAIN:
                 continue
             tau, decode, forecast = arm.get("tau"), arm["decode"], arm.get("predicted")
-            interval = f"[{decode['low']:.2f}, {decode['high']:.2f}]"
             rows.append(
                 [
                     f"{cell['temperature']:g}",
@@ -128,7 +125,7 @@ def measured_table(cells: Sequence[Mapping[str, Any]]) -> str:
                     "" if tau is None else f"{tau:.3f}",
                     f"{arm['speedup']['value']:.2f}x",
                     f"{decode['value']:.2f}x",
-                    interval,
+                    f"[{decode['low']:.2f}, {decode['high']:.2f}]",
                     "" if forecast is None else f"{forecast:.2f}x",
                 ]
             )

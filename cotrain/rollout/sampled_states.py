@@ -37,8 +37,7 @@ class SampledStates(Proposer):
         for slot, (prompt, row) in enumerate(zip(prompts, self._copied(states), strict=False), low):
             self.slots[slot] = prompt, [row[: len(prompt) - 1]]
 
-    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        self.admit(low, prompts, states)
+    stage = admit
 
     def enter(self, source: int, target: int, prompt: list[int]) -> None:
         if self.reads:
@@ -52,8 +51,7 @@ class SampledStates(Proposer):
         if not self.reads:
             return
         text, parts = self.slots.pop(target)
-        whole = pad(torch.cat(parts), (0, 0, 0, 0, 0, 1))
-        record = dict(zip(self.reads, whole.unbind(1), strict=True))
+        record = dict(zip(self.reads, pad(torch.cat(parts), (0, 0, 0, 0, 0, 1)).unbind(1), strict=True))
         if nbytes(record) > self.room:
             self.reads, self.slots = (), {}
             return

@@ -135,8 +135,7 @@ class Student(Protocol):
     @property
     def known(self) -> Tensor:
         """Return (V,) bool: which ids the student can draft."""
-        size = self.vocabulary or self.network.config.get_text_config().vocab_size
-        return torch.ones(size, dtype=torch.bool)
+        return torch.ones(self.vocabulary or self.network.config.get_text_config().vocab_size, dtype=torch.bool)
 
     @property
     def undecided(self) -> bool:
@@ -182,8 +181,7 @@ class Student(Protocol):
         `takes_int8`). shape: for a tree, the index of each node's parent (only if `Proposer.drafts_trees`); None for
         chains.
         """
-        proposer: Proposer = kind_of(self.kind)(self.network, greedy, int8=int8, shape=shape)
-        return proposer
+        return kind_of(self.kind)(self.network, greedy, int8=int8, shape=shape)
 
     @classmethod
     def takes_int8(cls, network: PreTrainedModel) -> bool:
@@ -204,8 +202,7 @@ class Student(Protocol):
         """Return the student that `save` wrote, with weights in float32. target: whose head, layers or embeddings the
         draft may share; None if it shares none. vocabulary: the number of ids that can have mass; None: all ids of the
         head."""
-        network = kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32)
-        return cls(network, target, vocabulary)
+        return cls(kind_of(cls.kind).network_class.from_pretrained(folder, dtype=torch.float32), target, vocabulary)
 
 
 def student_class(kind: str) -> type[Student]:
@@ -213,8 +210,7 @@ def student_class(kind: str) -> type[Student]:
     if kind not in KINDS:
         raise ValueError(f"draft.kind: {kind!r} is not one of {', '.join(KINDS)}")
     module, _, name = KINDS[kind].partition(":")
-    student: type[Student] = getattr(import_module(module), name)
-    return student
+    return getattr(import_module(module), name)
 
 
 def refuse_keys(draft: "Draft", *keys: str) -> None:

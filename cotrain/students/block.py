@@ -119,8 +119,7 @@ class BlockStudent(EagleStudent):
         texts, device = segments(positions), network.device
         read = [sent(one, device) for one in (ids, positions, texts)]
         context = network.context(network.features(seen.states), *network.angles(read[1]))
-        most = max(MOST_QUERIES * ids.shape[1] // (1 + K), 1)
-        parts = sent(anchors, device).split(most)
+        parts = sent(anchors, device).split(max(MOST_QUERIES * ids.shape[1] // (1 + K), 1))
         states = torch.cat([self._states(read[0], read[1], read[2], part, context) for part in parts], 1)
         guesses, pruned = [], self.pruned
         parameters = () if network.lm_head is None else tuple(network.lm_head.parameters())
@@ -160,8 +159,7 @@ class BlockStudent(EagleStudent):
         own = torch.ones(n, n, dtype=torch.bool, device=ids.device)
         own = own.tril() if network.config.causal else own
         attends = [attend_blocks(keys, values, sees, own, network.groups, network.scale) for keys, values in context]
-        states = network.states(x, *network.angles(at), attends)
-        return states.unflatten(1, (S, n))[:, :, 1:]
+        return network.states(x, *network.angles(at), attends).unflatten(1, (S, n))[:, :, 1:]
 
     def head(self, states: Tensor) -> Tensor:
         return self.target_head(states) if self.network.lm_head is None else super().head(states)

@@ -40,7 +40,7 @@ class EarlyExitStudent(Student):
 
     kind = "early_exit"
     open_layers = True
-    layouts: Mapping[str, str] = {}
+    layouts = {}
     network: ExitNetwork
     rounds: tuple[int, PreTrainedModel] | None = None  # text length and model of `_with_rounds`
 
@@ -117,13 +117,7 @@ class EarlyExitStudent(Student):
             self.rounds = T, model
         return self.rounds[1]
 
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> EarlyExit:
+    def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> EarlyExit:
         """Return the proposer that serves the exit. greedy: draft the most probable tokens. int8: has no effect,
         because the draft's layers are the target's own. shape: for a tree, the index of each node's parent; None for
         chains."""

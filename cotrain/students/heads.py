@@ -9,7 +9,7 @@ B texts, T tokens, D width of the target's states, K heads, R rounds.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class MedusaStudent(Student):
     # A block adds silu to a state, and silu is above -0.28, so heads cannot reach every state of the target. With
     # random targets of width 64 and one block, the best heads for 15 positions are accepted with 0.72 to 0.77.
     memorises = 0.7
-    layouts: Mapping[str, str] = {"vllm": "cotrain.export.medusa_layout"}
+    layouts = {"vllm": "cotrain.export.medusa_layout"}
     network: Any
     target: PreTrainedModel
 
@@ -48,7 +48,7 @@ class MedusaStudent(Student):
         with init=pretrained the heads in the folder draft.path=. Raises ValueError, which names the key to change."""
         network_class = kind_of(cls.kind).network_class
         if init.kind == "pretrained":
-            network = cast(PreTrainedModel, pretrained_network(cls, draft, target))
+            network = pretrained_network(cls, draft, target)
             refuse_other(network, draft, {"markov_rank": draft.markov})
             return network
         if not draft.depths:
@@ -57,7 +57,7 @@ class MedusaStudent(Student):
                 "draft.depths=4"
             )
         theirs = target.config.get_text_config()
-        network = network_class(
+        return network_class(
             network_class.config_class(
                 hidden_size=theirs.hidden_size,
                 vocab_size=theirs.vocab_size,
@@ -66,7 +66,6 @@ class MedusaStudent(Student):
                 **({"markov_rank": draft.markov} if draft.markov else {}),
             )
         )
-        return network
 
     def refuse(self) -> None:
         """Raise ValueError if the heads were made for a target of other sizes."""
@@ -91,13 +90,7 @@ class MedusaStudent(Student):
         states: Tensor = self.network.states(newest.flatten(0, 1), depths)
         return list(states.unflatten(1, newest.shape[:2]))
 
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Any:
+    def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> Any:
         proposer_class: Any = kind_of(self.kind)
         return proposer_class(self.network, greedy, shape=shape)
 
@@ -110,7 +103,7 @@ class HydraStudent(MedusaStudent):
     kind = "hydra"
     sourced = False
     memorises = Student.memorises  # what its heads add has no such bound
-    layouts: Mapping[str, str] = {}
+    layouts = {}
 
     def head_states(self, ids: Tensor, newest: Tensor, depths: int) -> list[Tensor]:
         """Return, for each depth (0-based), the states (B, T-1-depth, D) that the target's output head reads. Row m

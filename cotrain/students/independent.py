@@ -21,13 +21,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
@@ -104,8 +98,7 @@ class IndependentStudent(Student):
         if network.config.is_encoder_decoder:
             refuse_keys(draft, *HEAD)
             return network
-        source = target if init.kind == "scratch" else network
-        return with_small_head(network, draft, head_weight(source))
+        return with_small_head(network, draft, head_weight(target if init.kind == "scratch" else network))
 
     def refuse(self) -> None:
         """Raise ValueError if the network's head does more than project, cap or scale its states."""
@@ -428,8 +421,7 @@ def read_lm(path: str, config: PretrainedConfig, device: torch.device, rows: int
     require_sound(model, f"draft.path={path}")
     if rows != ours:
         model.resize_token_embeddings(rows)
-    network: PreTrainedModel = model
-    return network
+    return model
 
 
 def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
@@ -445,10 +437,9 @@ def refuse_fewer(network: PreTrainedModel, ids: int, where: str) -> None:
 def config_of(path: str) -> PretrainedConfig:
     """Return the config of a model folder or hub id. Raises ValueError, which names draft.path, if there is none."""
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"draft.path: {path} is no model folder, and {unavailable(error)}") from error
-    return config
 
 
 def pretrained_network(student: type[Student], draft: Draft, target: PreTrainedModel) -> Any:

@@ -120,13 +120,12 @@ class ParallelStudent(IndependentStudent):
         attention_mask = mask_visibility(masks, length, texts)
         if self.network.config._attn_implementation != "sdpa":
             attention_mask = additive(attention_mask, self.network.dtype)
-        states: Tensor = self.network.base_model(
+        return self.network.base_model(
             input_ids=torch.cat([ids, ids.new_full((rows, len(masks.start)), self.mask)], 1),
             attention_mask=attention_mask,
             position_ids=torch.cat([positions, positions[:, masks.start] + masks.depth], 1),
             use_cache=False,
         ).last_hidden_state
-        return states
 
 
 def _refuse_window(network: PreTrainedModel) -> None:
@@ -211,9 +210,7 @@ class PEagleStudent(EagleStudent):
         positions = torch.cat([rounds.positions, rounds.positions[:, masks.start] + masks.depth], 1)
         attend = attend_under(mask_visibility(masks, length - 1, text), network.groups, network.scale)
         features = torch.cat([theirs, ours], 1)
-        outputs = network.layer(self.embedded(tokens), features, *network.angles(positions), attend)
-        states: Tensor = network.norm(outputs)
-        return states
+        return network.norm(network.layer(self.embedded(tokens), features, *network.angles(positions), attend))
 
 
 def attend_under(mask: Tensor, groups: int, scale: float) -> Attend:

@@ -4,7 +4,7 @@ target verifies the tokens of a small draft before the target does. Neither kind
 This module also names the weights of other drafts that are rounded when served, for quantisation-aware training.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class QuantisedStudent(Student):
 
     kind = "quantised"
     rounds_target = True
-    layouts: Mapping[str, str] = {}
+    layouts = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -41,13 +41,7 @@ class QuantisedStudent(Student):
         draft.bits is null, or if this quantisation is not available here."""
         return QuantisedNetwork(QuantisedConfig(bits_of(draft)))
 
-    def proposer(
-        self,
-        *,
-        greedy: bool = False,
-        int8: bool = False,
-        shape: Sequence[int] | None = None,
-    ) -> Quantised:
+    def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> Quantised:
         """Return the proposer that drafts with the target in fewer bits. greedy: draft the most probable tokens.
         int8: has no effect, because draft.bits decides.
         shape: for a tree, the index of each node's parent; None for chains."""
@@ -103,7 +97,7 @@ class TwoLevelsStudent(Student):
 
     kind = "two_levels"
     rounds_target = True
-    layouts: Mapping[str, str] = {}
+    layouts = {}
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -130,8 +124,7 @@ class TwoLevelsStudent(Student):
         assert self.target is not None
         settings = getattr(self.network.config, SETTINGS)
         model = Quantised(self.target, settings["bits"], greedy)
-        small = proposers.Independent(self.network, greedy, int8=int8)
-        return TwoLevels(model, small, settings["inner"])
+        return TwoLevels(model, proposers.Independent(self.network, greedy, int8=int8), settings["inner"])
 
 
 def _refuse_kind(path: str) -> None:

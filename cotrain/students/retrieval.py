@@ -1,6 +1,5 @@
 """Drafts that look up tokens, alone (`retrieval`, which is not trained) or together with a draft model (`hybrid`)."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ class RetrievalStudent(Student):
 
     kind = "retrieval"
     sourced = True
-    layouts: Mapping[str, str] = LAYOUTS
+    layouts = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -58,7 +57,7 @@ class HybridStudent(IndependentStudent):
     sourced = False
     begins_with = ("independent", "parallel")
     calibrated = True
-    layouts: Mapping[str, str] = LAYOUTS
+    layouts = LAYOUTS
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -71,8 +70,7 @@ class HybridStudent(IndependentStudent):
     def proposer(  # type: ignore[override]  # drafts no trees
         self, *, greedy: bool = False, int8: bool = False
     ) -> Any:
-        model = proposers.Independent(self.network, greedy, int8=int8)
-        return Hybrid.of_settings(model, self.network.config.lookup)
+        return Hybrid.of_settings(proposers.Independent(self.network, greedy, int8=int8), self.network.config.lookup)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Return the entry `lookup` for the network's config: the look-up settings with a gate, the measured figures by

@@ -65,8 +65,7 @@ def load_ends(path: str, dtype: str = "auto", trust_remote_code: bool = False) -
     if getattr(own, "layer_types", None) is not None:
         text.layer_types = own.layer_types
     model.base_model.forward = _absent
-    frozen: PreTrainedModel = model.eval().requires_grad_(False)
-    return frozen
+    return model.eval().requires_grad_(False)
 
 
 @contextmanager

@@ -283,8 +283,7 @@ class DiskCache:
     def _store(self, names: list[str], record: Record) -> dict[str, Record]:
         """Write the records of texts as one shard, and return them as one record per text, keyed by name. names: the
         digest of each text. record: states (B, T, D) by layer."""
-        rows = rows_of({layer: record[layer].detach().cpu() for layer in self.layers})
-        records = dict(zip(names, rows, strict=True))
+        records = dict(zip(names, rows_of({layer: record[layer].detach().cpu() for layer in self.layers}), strict=True))
         flat = {
             _entry(name, layer): values.contiguous() for name, row in records.items() for layer, values in row.items()
         }

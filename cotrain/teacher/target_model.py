@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -147,7 +147,7 @@ def adapted(model: PreTrainedModel, adapter: str) -> PreTrainedModel:
         merged: Any = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     except (ValueError, RuntimeError, OSError) as error:
         raise ValueError(f"target.adapter: {adapter} is not an adapter of this target: {error}") from error
-    return cast(PreTrainedModel, merged.eval().requires_grad_(False))
+    return merged.eval().requires_grad_(False)
 
 
 def load_config(
@@ -288,8 +288,7 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     def decoded(
         ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, encoder: Tensor | None = None
     ) -> Tensor:
-        states: Tensor = decoder_outputs(model, ids, source, encoder).last_hidden_state
-        return states
+        return decoder_outputs(model, ids, source, encoder).last_hidden_state
 
     def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
         return _read(model, ids, position_ids)
@@ -332,8 +331,7 @@ def encoder_states(model: PreTrainedModel, source: Tensor) -> Tensor:
     masked."""
     encoder: Any = model.get_encoder()
     ids, inside = _masked(model, source)
-    states: Tensor = encoder(input_ids=ids, attention_mask=inside).last_hidden_state
-    return states
+    return encoder(input_ids=ids, attention_mask=inside).last_hidden_state
 
 
 def decoder_outputs(model: PreTrainedModel, ids: Tensor, source: Tensor | None, encoder: Tensor | None = None) -> Any:
@@ -371,8 +369,7 @@ def served(model: PreTrainedModel, vocabulary: int | None = None, layers: Sequen
     does not exist, and if the head does more than project, cap or scale.
     """
     _, head = split(model, vocabulary)
-    inner = sorted({*layers} - {LAST})
-    read_layers = by_layer(model, inner)
+    read_layers = by_layer(model, sorted({*layers} - {LAST}))
 
     def states(
         ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, length: Tensor | None = None

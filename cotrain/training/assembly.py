@@ -73,8 +73,7 @@ def prune(job: Job, student: Student, held: HeldOut) -> None:
 def coverage(held: HeldOut, known: torch.Tensor) -> float:
     """Return the share of the sampled tokens in the held-out texts that are in the draft's vocabulary, in [0, 1]. known
     (V,) bool: True at the tokens of this vocabulary."""
-    tokens = held.texts.ids[:, 1:][held.texts.predicted]
-    return float(known.cpu()[tokens.long()].double().mean())
+    return float(known.cpu()[held.texts.ids[:, 1:][held.texts.predicted].long()].double().mean())
 
 
 # --- texts

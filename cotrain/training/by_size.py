@@ -100,7 +100,7 @@ def _outline(target: ServedTarget) -> PreTrainedModel:
     code, folder = target.trust_remote_code, resolve(str(target.path))
     with building(Path(folder)), torch.device("meta"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=code)
-        return cast(PreTrainedModel, auto_class(config).from_config(config, trust_remote_code=code))
+        return auto_class(config).from_config(config, trust_remote_code=code)
 
 
 def _kind(

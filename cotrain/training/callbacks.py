@@ -238,14 +238,9 @@ class ReturnedMemory(Callback):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if time.monotonic() - self.returned > TRIM:
-            return_memory()
+            with suppress(OSError, AttributeError):  # without glibc
+                ctypes.CDLL(None).malloc_trim(0)
             self.returned = time.monotonic()
-
-
-def return_memory() -> None:
-    """Give freed memory back to the system, if the C library is glibc."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class StandingWeights(Callback):
@@ -394,8 +389,7 @@ def part_of(held: HeldOut, training_tokens: float) -> HeldOut:
     together score at most the share TOKENS of `training_tokens`, the number of tokens that the training learns from;
     one pass scores at most MOST tokens."""
     each = float(held.texts.predicted.sum()) / max(len(held.texts), 1)
-    count = int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0))
-    return held.spread(min(max(count, 1), len(held.texts)))
+    return held.spread(max(int(min(TOKENS * training_tokens / POINTS, MOST) / max(each, 1.0)), 1))
 
 
 def depths(scores: Scores, k: int, objective: str = "sampled") -> dict[str, float]:

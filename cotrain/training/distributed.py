@@ -109,8 +109,7 @@ class StepCounts:
 def sampled_mask(batch: Batch) -> Tensor:
     """Return (B, T-1) bool: entry t is True if the target sampled token t+1. If the batch has no entry "sampled", the
     target sampled all tokens that the loss counts (its entry "predicted")."""
-    mask: Tensor = batch.get("sampled", batch["predicted"])
-    return mask
+    return batch.get("sampled", batch["predicted"])
 
 
 def counted(batch: Batch) -> Tensor:

@@ -132,8 +132,7 @@ def read_states(
     norm, rows = final_norm(target), []
     for prompt, text in zip(texts.prompts, texts.tokens, strict=True):
         ids = torch.tensor([prompt + text], device=target.device)
-        states = reader(ids[:, :-1])
-        last = {name: part[0, len(prompt) - 1 :] for name, part in states.items()}
+        last = {name: part[0, len(prompt) - 1 :] for name, part in reader(ids[:, :-1]).items()}
         normed = {name: part if name == LAST else norm(part) for name, part in last.items()}
         rows.append(TextStates(ids[0, len(prompt) :], normed))
     return rows, head

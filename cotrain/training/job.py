@@ -265,8 +265,7 @@ def asked(cfg: TrainConfig | RolloutConfig) -> Ask:
 def reads_given(cfg: TrainConfig, logs: bool) -> bool:
     """Return whether a run learns from, or is evaluated on, texts that the user gave. logs: whether the user's rows are
     whole prompts, which may have completions."""
-    trained = cfg.draft.trained
-    return trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
+    return cfg.draft.trained and (cfg.trainer.corpus_steps > 0 or (cfg.data.on_target and logs))
 
 
 def identity_of(
@@ -349,9 +348,7 @@ def sample_prompts(
     return file
 
 
-def models(
-    cfg: TrainConfig | RolloutConfig | DraftFolderConfig,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def models(cfg: TrainConfig | RolloutConfig | DraftFolderConfig) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the target as it will be served (quantised, with its adapter), and its tokenizer. Raises ValueError or
     OSError, which names the key or file, for a missing or damaged model or adapter."""
     ask = cfg.target

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -392,7 +392,7 @@ class JointTraining(Distillation):
             return torch.full_like(kl, self.settings.weight)
         weight = self.multiplier / self.settings.epsilon
         if self.trainer.world_size > 1:
-            kl = cast(Tensor, self.trainer.strategy.reduce(kl, reduce_op="mean"))
+            kl = self.trainer.strategy.reduce(kl, reduce_op="mean")
         excess = (kl / (AIM * self.settings.epsilon) - 1).clamp(max=STEEPEST)
         self.multiplier *= torch.exp(RATE / batches * excess)
         return weight
@@ -558,14 +558,13 @@ def _about(cfg: TrainConfig, job: Job, parts: Mapping[str, Movement]) -> dict[st
         name: movement_figures(part, confidence, lambda ids: str(job.tokenizer.decode(ids)))
         for name, part in parts.items()
     }
-    bound = max(one["bound"] for one in each.values())
     return {
         "original": job.cfg.target.path,
         "identity": job.identity,
         "epsilon": cfg.joint.epsilon,
         "weight": cfg.joint.weight,
         "kl": max(one["kl"] for one in each.values()),
-        "bound": bound,
+        "bound": max(one["bound"] for one in each.values()),
         "certified": all(one["bound"] <= cfg.joint.epsilon for one in each.values()),  # not if one is NaN
         "confidence": CLAIMED,
         **each,
@@ -580,8 +579,7 @@ def choose_scale(target: PreTrainedModel, live: Reader, head: Head, texts: Texts
     live: reads the target's states with its adapter, ids (B, T) -> states by layer. head: last states (..., D) ->
     logits (..., V). texts: on which the KL is computed. epsilon: nats per token.
     """
-    layers = adapters(target)
-    ups = [up.weight for layer in layers for up in layer.lora_B.values()]
+    ups = [up.weight for layer in adapters(target) for up in layer.lora_B.values()]
     whole = [up.detach().clone() for up in ups]
     original = unadapted(live, target)
 

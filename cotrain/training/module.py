@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -273,8 +273,8 @@ class Distillation(lightning.LightningModule):
         unread, self.unread = self.unread, []
         for value, (step, _, batch) in zip(losses, unread, strict=True):
             if not math.isfinite(value):
-                message = f"the loss of step {step} is {value:g}, on texts "
-                raise NotFinite(message + ", ".join(map(str, batch["key"].tolist())), batch["ids"].tolist())
+                texts = ", ".join(map(str, batch["key"].tolist()))
+                raise NotFinite(f"the loss of step {step} is {value:g}, on texts {texts}", batch["ids"].tolist())
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raise NotFinite instead of saving weights after a step whose loss was not finite."""
@@ -378,7 +378,7 @@ class Distillation(lightning.LightningModule):
             return torch.ones(len(step.guesses))
         by_depth = None if step.saved is None else step.saved.sum((0, 1))
         if by_depth is not None and self.trainer.world_size > 1:
-            by_depth = cast(Tensor, self.trainer.strategy.reduce(by_depth, reduce_op="mean"))
+            by_depth = self.trainer.strategy.reduce(by_depth, reduce_op="mean")
         return shares(step.guesses, self.decay, by_depth)
 
     def _counts(self, batch: dict[str, Any]) -> StepCounts:
@@ -388,7 +388,7 @@ class Distillation(lightning.LightningModule):
         total = batch["counts"] if number > 1 else counted(batch)
         if self.trainer.world_size == 1:
             return divisors(total, number)
-        return divisors(cast(Tensor, self.trainer.strategy.reduce(total, reduce_op="mean")), number)
+        return divisors(self.trainer.strategy.reduce(total, reduce_op="mean"), number)
 
     def _uniforms(self, keys: Tensor, positions: int) -> Tensor:
         """Return uniforms (B, T) that depend only on seed, step, text and position, so that a resumed run repeats them.

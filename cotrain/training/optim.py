@@ -1,7 +1,7 @@
 """The optimiser, its learning-rate schedule, and the precision of a step."""
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ def adamw(model: nn.Module, lr: float, weight_decay: float, betas: Iterable[floa
     optimizer: Any = torch.optim.AdamW(groups, lr=lr, betas=(first, second), fused=whole)
     # else gradients could not be clipped: a fused optimiser may undo their scaling (float16) in its step
     optimizer._step_supports_amp_scaling = False
-    return cast(torch.optim.AdamW, optimizer)
+    return optimizer
 
 
 def trapezoid(optimizer: torch.optim.Optimizer, progress: Progress, warmup: float, decay: float) -> LambdaLR:

@@ -100,7 +100,10 @@ def require(cfg: TrainConfig) -> RunOutline:
         _spread(cfg, target)
         _teacher(cfg)
         draft = _draft(cfg, target, tokenizer)
-        _served_states(cfg, target, tokenizer, draft)
+        if cfg.teacher.urls:  # each must give the states that the draft reads, for a short text
+            final_norm(target)
+            layers = served_layers(cfg.draft.kind, draft, target, tokenizer)
+            require_states(cfg.teacher.urls, layers, target.config.get_text_config().hidden_size)
         if from_target(cfg.data):  # its texts are checked once they are sampled, see `require_texts`
             template = template_of(cfg, target, tokenizer)
             _refuse_template(cfg, opening(template).chat)
@@ -366,14 +369,6 @@ def _spread(cfg: TrainConfig, target: PreTrainedModel) -> None:
     for key, (wrong, remedy) in remedies.items():
         if wrong:
             raise UserError(f"{key}: with target.device_map=auto the target is {how}: {remedy}")
-
-
-def _served_states(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer, draft: PreTrainedModel) -> None:
-    """Raise UserError unless each server of teacher.url= gives the states that the draft reads, for a short text."""
-    if cfg.teacher.urls:
-        final_norm(target)
-        layers = served_layers(cfg.draft.kind, draft, target, tokenizer)
-        require_states(cfg.teacher.urls, layers, target.config.get_text_config().hidden_size)
 
 
 def served_layers(kind: str, draft: PreTrainedModel, target: PreTrainedModel, tokenizer: Tokenizer) -> list[int]:
@@ -733,9 +728,9 @@ def domains(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Sou
 
 def _shares(cfg: TrainConfig, target: PreTrainedModel, sources: Mapping[str, Source]) -> None:
     """Raise UserError if data.shares names unknown domains, or leaves no text to learn from."""
-    if not shares_of(cfg):
+    if not (shares := shares_of(cfg)):
         return
-    known, shares = domains(cfg, target, sources, "train"), shares_of(cfg)
+    known = domains(cfg, target, sources, "train")
     if unknown := sorted(set(cfg.data.shares) - known):
         raise UserError(
             f"data.shares: no text of {', '.join(unknown)}; the domains are {', '.join(sorted(known))}: set "

@@ -204,8 +204,7 @@ def _texts(cfg: TrainConfig, known: RunOutline) -> tuple[int, int]:
     """Return two lengths in tokens: the longest text that the target samples, and the longest text of the user: a
     prompt with its completion, or a packed block."""
     sampled = (cfg.rollout.prompt_tokens or LONGEST) + cfg.rollout.new_tokens  # 0: prompts are sampled too
-    given = sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
-    return sampled, given
+    return sampled, sampled if isinstance(known.sources.get("train"), PromptRows) else cfg.data.block
 
 
 def _longest(cfg: TrainConfig, known: RunOutline) -> int:
@@ -270,8 +269,7 @@ def durations(cfg: TrainConfig, known: RunOutline) -> Durations:
     validation = judging / (cfg.trainer.validations + 1)
     if cfg.minutes:
         training = min(training, 60 * Deadline(cfg.minutes).training(cfg, sampling + validation, validation))
-    training = min(training, 60 * (cfg.trainer.minutes or math.inf))
-    return Durations(sampling, training, measuring, texts)
+    return Durations(sampling, min(training, 60 * (cfg.trainer.minutes or math.inf)), measuring, texts)
 
 
 def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: int, small: int) -> float:
@@ -280,13 +278,11 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
     adapter, and with it and gradients."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / cfg.trainer.processes
     sampled, given = _texts(cfg, known)
-    alone = 0.0
-    for steps in (cfg.trainer.steps, *([cfg.joint.warm_steps] if cfg.mode == "joint" else [])):
+    alone, joint = 0.0, cfg.mode == "joint"
+    for steps in (cfg.trainer.steps, cfg.joint.warm_steps * joint):
         corpus = min(cfg.trainer.corpus_steps, steps)
         alone += machine.work(big + 3.0 * small, texts * (corpus * given + (steps - corpus) * sampled))
-    if cfg.mode != "joint":
-        return alone
-    return alone + machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
+    return alone + joint * machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
@@ -304,8 +300,7 @@ def machine_speed() -> MachineSpeed:
     on = device()
     a, block = torch.randn(SIZE, SIZE, device=on, dtype=half(on)), torch.ones(2**24, device=on)
     flops = _seconds(lambda: float((a @ a)[0, 0]))
-    copied = _seconds(lambda: float(block.clone()[0]))
-    return MachineSpeed(2.0 * SIZE**3 / flops, 2.0 * block.nbytes / copied)
+    return MachineSpeed(2.0 * SIZE**3 / flops, 2.0 * block.nbytes / _seconds(lambda: float(block.clone()[0])))
 
 
 def _seconds(work: Callable[[], float]) -> float:

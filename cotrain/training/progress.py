@@ -159,15 +159,12 @@ class Bar(ProgressBar):
             display.to(step, self._note(trainer, module), self.total(trainer))
 
     def on_train_end(self, *_: Any) -> None:
-        self._close()
-
-    def on_exception(self, *_: Any) -> None:
-        self._close()
-
-    def _close(self) -> None:
         if self.display:
             self.display.close()
         self.display = None
+
+    def on_exception(self, *_: Any) -> None:
+        self.on_train_end()
 
     def _note(self, trainer: Any, module: Any) -> str:
         figures = {name: value for name, value in self.get_metrics(trainer, module).items() if name != "v_num"}

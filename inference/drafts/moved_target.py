@@ -15,8 +15,7 @@ def movement_of(path: str, adapter: str | None = None) -> dict[str, Any] | None:
     file = Path(adapter or path) / MOVED
     if not file.is_file():
         return None
-    figures = json.loads(file.read_text(encoding="utf-8"))
-    return {name: value for name, value in figures.items() if name != IDENTITY}
+    return {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name != IDENTITY}
 
 
 def said(moved: dict[str, Any]) -> str:

@@ -19,15 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from inference.drafts.weight_files import (
-    CONFIG,
-    WEIGHTS,
-    building,
-    differing,
-    read_json,
-    require_sound,
-    weight_files,
-)
+from inference.drafts.weight_files import CONFIG, WEIGHTS, building, differing, read_json, require_sound, weight_files
 from inference.models.pretrained import layers_of
 from inference.models.small_heads import refuse_ids
 

@@ -303,8 +303,7 @@ class _Tally:
 
 def _spread(p: Tensor, entropy: Tensor) -> Tensor:
     """Return the mean size (n,) of -log p(x) - H(p) for x from p (n, V). entropy (n,): H(p)."""
-    logs = p.where(p > 0, 1.0).log()
-    return (p * (logs + entropy.unsqueeze(-1)).abs()).sum(-1, dtype=torch.float64)
+    return (p * (p.where(p > 0, 1.0).log() + entropy.unsqueeze(-1)).abs()).sum(-1, dtype=torch.float64)
 
 
 def pearson(counts: Tensor) -> float:

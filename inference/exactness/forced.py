@@ -168,8 +168,7 @@ class ForcedRound(DecodingRound):
         self.certain = likeliest or not any(self.batch.regimes.temperatures)
         if self.certain:
             self.close[depth] = close_ranks(self.branch_scores(logits, x, siblings)[:, 0], ids.shape[2], self.gap)
-        next_one = self.follows[:, min(depth, self.follows.shape[1] - 1)]
-        return next_one.view(-1, 1, 1).expand(ids.shape), distributions
+        return self.follows[:, min(depth, self.follows.shape[1] - 1)].view(-1, 1, 1).expand(ids.shape), distributions
 
 
 class _RoundFigures(NamedTuple):
@@ -191,8 +190,7 @@ def _figures(one: Along, noise: float, sampling: Sampling) -> _RoundFigures:
     proposal = one.proposal
     if proposal.tree is None:
         return _of_chain(one, proposal, noise, sampling)
-    nothing = Proposal(proposal.x[:, :0], None, [0] * len(proposal.k))
-    return _of_tree(one, _of_chain(one, nothing, noise, sampling))
+    return _of_tree(one, _of_chain(one, Proposal(proposal.x[:, :0], None, [0] * len(proposal.k)), noise, sampling))
 
 
 def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) -> _RoundFigures:

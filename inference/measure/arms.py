@@ -114,11 +114,7 @@ def generation_config(sampling: Sampling, max_new_tokens: int) -> GenerationConf
     config = GenerationConfig(max_new_tokens=max_new_tokens, repetition_penalty=float(sampling.repetition_penalty))
     if sampling.temperature > 0:
         config.do_sample, config.temperature = True, float(sampling.temperature)
-        config.top_k, config.top_p, config.min_p = (
-            sampling.top_k,
-            float(sampling.top_p),
-            sampling.min_p or None,
-        )
+        config.top_k, config.top_p, config.min_p = sampling.top_k, float(sampling.top_p), sampling.min_p or None
     return config
 
 

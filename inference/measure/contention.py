@@ -60,8 +60,7 @@ def others(before: Reading, after: Reading) -> float | None:
     too little time has passed. before, after: the two readings."""
     if before.busy is None or after.busy is None or after.wall - before.wall < LOOK / 2:
         return None
-    spent = (after.busy - before.busy) - (after.own - before.own)
-    return max(spent, 0.0) / (after.wall - before.wall)
+    return max((after.busy - before.busy) - (after.own - before.own), 0.0) / (after.wall - before.wall)
 
 
 def disturbed(used: float | None, of: int) -> bool | None:

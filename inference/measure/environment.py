@@ -54,7 +54,7 @@ def _git(*words: str) -> str | None:
     """Return the output of git in the folder of this code, or None if git fails or is absent."""
     command = ["git", "--no-optional-locks", *words]
     try:
-        done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(command, cwd=CODE.parent, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

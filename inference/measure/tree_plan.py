@@ -175,8 +175,7 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
     (B, T, K, C). Each child, and each depth if there are depths, has its own mean. lengths (B,): number of tokens of
     each text."""
     inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
-    mean = accept[inside].mean(0)
-    return (1 - share) * accept + share * mean
+    return (1 - share) * accept + share * accept[inside].mean(0)
 
 
 def reach_under(distributions: Distributions, parents: Parents, rule: str, likeliest: bool) -> Tensor:

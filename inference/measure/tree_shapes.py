@@ -157,8 +157,7 @@ def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
     T, parts = paths.chances.shape[1], []
     for low in range(0, len(shapes), TOGETHER):
         some = shapes[low : low + TOGETHER]
-        reach = _reach(paths, some)
-        calls = calls_from(reach.flatten(0, 1), paths.lengths.repeat(len(some)))
+        calls = calls_from(_reach(paths, some).flatten(0, 1), paths.lengths.repeat(len(some)))
         parts.append(calls.view(len(some), -1))
     return torch.cat(parts) if parts else paths.chances.new_zeros(0, len(paths.lengths)) + T
 

@@ -50,10 +50,8 @@ class CrossLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else int(self.keys.shape[2])
 
-    def get_max_length(self) -> int:
-        return self.get_seq_length()
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+    get_max_length = get_seq_length
+    get_max_cache_shape = get_seq_length  # its name before transformers 5.20
 
 
 class CrossStore(Cache):

@@ -423,8 +423,7 @@ def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight is about scale[r] * numbers[r]."""
     scale = weight.float().abs().amax(1).clamp(min=1e-12) / 127
     scale = scale.to(torch.bfloat16)
-    numbers = (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8)
-    return numbers, scale
+    return (weight.float() / scale.float().unsqueeze(1)).round().clamp(-127, 127).to(torch.int8), scale
 
 
 def rounded(weight: Tensor) -> Tensor:
@@ -497,8 +496,9 @@ def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.L
     """
     with torch.inference_mode(first.is_inference()), torch.no_grad():
         qkv, out, gate_up, down = (_joined(linears) for linears in products)
-        layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
-        return _changed(layer, _rounded if int8 else _packed)
+        return _changed(
+            Layer(first.data, qkv, None, None, out, second.data, gate_up, down), _rounded if int8 else _packed
+        )
 
 
 def packed(weights: Weights) -> Weights:

@@ -236,8 +236,9 @@ class LM:
             return None
         window = Window(0, len(ids), ids, None, limit)
         self.cache.aim(window)
-        fit = partial(fitted, vocabulary=self.vocabulary)
-        return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
+        return self.run.drafts(
+            round, name, run, given, ids, window, K, greedy, partial(fitted, vocabulary=self.vocabulary)
+        )
 
     @property
     def chains(self) -> bool:
@@ -272,8 +273,7 @@ class LM:
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the model's embeddings (..., D) of ids (...)."""
-        embeddings: Tensor = self.model.get_input_embeddings()(self._known(ids))
-        return embeddings
+        return self.model.get_input_embeddings()(self._known(ids))
 
     def no_states(self, rows: int, layers: Layers) -> States:
         """Return empty states: (rows, 0, D) for each layer of `layers`, by layer."""

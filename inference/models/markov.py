@@ -46,8 +46,7 @@ class MarkovHead(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Return the terms (..., Vd) that are added to the logits of the next tokens. ids (...): the preceding
         tokens."""
-        logits: Tensor = self.markov_w2(self.markov_w1(ids))
-        return logits
+        return self.markov_w2(self.markov_w1(ids))
 
 
 def markov_of(network: PreTrainedModel) -> MarkovHead | None:

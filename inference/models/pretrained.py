@@ -198,8 +198,7 @@ def whole_tensor(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
     module, _, part = name.rpartition(".")
     owner = model.get_submodule(module)
     with align_module_device(owner):
-        whole: Tensor = getattr(owner, part).detach()
-    return whole
+        return getattr(owner, part).detach()
 
 
 def head_weight(model: PreTrainedModel) -> Tensor:
@@ -364,8 +363,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """
     count = layers_of(model.config)
     body = model.get_decoder() if model.config.is_encoder_decoder else model.base_model
-    lists = (m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    layers = next(lists, None)
+    layers = next((m for m in body.modules() if isinstance(m, nn.ModuleList) and len(m) == count), None)
     if layers is None:
         raise ValueError(
             f"{type(model).__name__}: it has no list of the {count} decoder layers that its config names, so their "

@@ -113,11 +113,12 @@ def lean_agrees(model: PreTrainedModel, context: int) -> bool:
 
     result: CheckResult = _once(model, ("lean", min(context, LATE)), check)
     if not result.agrees:
-        message = (
+        warnings.warn(
             f"{type(model).__name__} runs through transformers' own forward, since in that of inference.models.llama "
-            f"{result}"
+            f"{result}",
+            Disagreement,
+            stacklevel=2,
         )
-        warnings.warn(message, Disagreement, stacklevel=2)
     return result.agrees
 
 
@@ -410,14 +411,11 @@ class Probe:
     def states(self, make: Make) -> CheckResult:
         """Compare the states of all layers with the states of the model's own forward. make: returns the forward under
         test for a cache."""
-        count = layers_of(self.model.config)
-        layers = (*range(count + 1), LAST)
+        layers = (*range(layers_of(self.model.config) + 1), LAST)
 
         def own() -> Rows:
-            each, parts = (
-                [],
-                [(self.ids, None)] if self.sources is None else [*zip(self.ids.split(1), (0, 1), strict=True)],
-            )
+            each = []
+            parts = [(self.ids, None)] if self.sources is None else [*zip(self.ids.split(1), (0, 1), strict=True)]
             for part in parts:
                 with tapped(self.model, layers) as states:
                     self._own(*part)

@@ -245,10 +245,7 @@ class Replayed(Lean):
             inputs |= {"nodes": branches.slots, "seen": branches.seen, "anchor": branches.anchor}
         inputs |= {} if only is None else {"only": only}
         name, reads = ("pass", layers), self._reads(window.limit)
-        results: list[Tensor] | None = self.replay(
-            name, inputs, lambda: self._step(layers), reads, rows=self.rows, widths=widths
-        )
-        return results
+        return self.replay(name, inputs, lambda: self._step(layers), reads, rows=self.rows, widths=widths)
 
     def drafts(
         self,
@@ -276,9 +273,7 @@ class Replayed(Lean):
         def make() -> Drafting:
             return Drafting(self._step(()), run, fit)
 
-        reads = self._reads(window.limit)
-        drafts: Drafts | None = self.replay.replayed(round, name, given, make, K, reads, greedy=greedy)
-        return drafts
+        return self.replay.replayed(round, name, given, make, K, self._reads(window.limit), greedy=greedy)
 
     def keep(self, start: Tensor, path: Tensor) -> None:
         def make() -> Callable[..., Tensor]:

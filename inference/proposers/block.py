@@ -120,8 +120,8 @@ class BlockNetwork(FeatureNetwork):
         """Return the keys and values (A, n, G, D) of each layer. features (A, n, H): the target's features. cos, sin
         (A, n, 1, D): of the rotary angles of the tokens' positions."""
         x = self.hidden_norm(features)
-        attentions: list[Any] = [layer.self_attn for layer in self.layers]
-        return [attention.keys_values(x, cos, sin) for attention in attentions]
+        layers: Any = self.layers
+        return [layer.self_attn.keys_values(x, cos, sin) for layer in layers]
 
     def queries(self, anchors: Tensor, K: int, embed: Embed) -> Tensor:
         """Return the queries (..., 1 + K, H) of blocks: the anchor's, then K mask tokens'. anchors (...): ids. embed:
@@ -150,8 +150,7 @@ class BlockNetwork(FeatureNetwork):
         angles of the queries' positions. attends: the attention function of each layer."""
         for layer, attend in zip(self.layers, attends, strict=True):
             x = layer(x, cos, sin, attend)
-        states: Tensor = self.norm(x)
-        return states
+        return self.norm(x)
 
 
 class _Layer(nn.Module):
@@ -166,8 +165,7 @@ class _Layer(nn.Module):
         read = self.input_layernorm(x)
         k, v = self.self_attn.keys_values(read, cos, sin)
         x = x + self.self_attn.o_proj(attend(self.self_attn.queries(read, cos, sin), k, v))
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return output
+        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class _Attention(Projections):

@@ -186,9 +186,7 @@ class FeatureNetwork(PreTrainedModel):
     def features(self, states: Mapping[int, Tensor]) -> Tensor:
         """Return the features (..., H) that `fc` makes of the target's states. states: by layer, (..., H); the layers
         are those of the config."""
-        joined = torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1)
-        features: Tensor = self.fc(joined)
-        return features
+        return self.fc(torch.cat([states[layer].to(self.dtype) for layer in self.config.layers], -1))
 
     def head(self, states: Tensor, vocabulary: int) -> Tensor:
         """Return logits (..., vocabulary) over the target's ids; tokens outside the draft's vocabulary get -inf. states
@@ -290,8 +288,7 @@ class EagleNetwork(FeatureNetwork):
         q, k, v = (part.unflatten(-1, (-1, size)) for part in w.self_attn(x))
         residual = normed if self.config.norm_before_residual else features
         x = residual + w.self_attn.o_proj(attend(rotated(q, cos, sin), rotated(k, cos, sin), v))
-        output: Tensor = x + w.mlp(w.post_attention_layernorm(x))
-        return output
+        return x + w.mlp(w.post_attention_layernorm(x))
 
     def of_kernel(self, int8: bool) -> list[Tensor] | None:
         """Return what `llama.of_kernel` returns, for the decoder layer; None if it cannot run there. Its weights become
@@ -346,8 +343,7 @@ class Gated(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return output
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -489,8 +485,7 @@ class EagleDrafting(nn.Module):
         """Return logits (A, n, V), or (A, n, Vd) over the draft's own tokens if `own`. states (A, n, H): after
         `norm`."""
         head = self.network.own_logits if own else self.network.head
-        logits: Tensor = head(states, self.vocabulary)
-        return logits
+        return head(states, self.vocabulary)
 
 
 FIRST_SLOTS, CHUNK = 256, 512  # slots at first; pairs of a prompt that are stored at once

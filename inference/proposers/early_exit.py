@@ -265,8 +265,7 @@ class EarlyExit(OnTargetsCache):
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
         """Return a proposer for a draft folder. Raises FileNotFoundError if the folder does not exist, and ValueError
         if its files or weights are damaged or if the network does not fit the target."""
-        network = cls.load_network(folder, arguments)
-        return cls(network, arguments.target, arguments.greedy, shape=arguments.shape)
+        return cls(cls.load_network(folder, arguments), arguments.target, arguments.greedy, shape=arguments.shape)
 
     @classmethod
     def fits(cls, network: Any, target: PreTrainedModel, where: str) -> None:

@@ -56,8 +56,7 @@ class PEagleNetwork(EagleNetwork):
 
     def mask_features(self) -> Tensor:
         """Return the features (H,) at a mask token, in place of the target's."""
-        features: Tensor = self.fc(self.mask_hidden)
-        return features
+        return self.fc(self.mask_hidden)
 
 
 class PEagleDrafting(EagleDrafting):

@@ -74,8 +74,7 @@ class Parallel(Independent):
         self.stored = [len(text) if k else begin for text, k, begin in zip(round.texts, k, begins, strict=True)]
         drafts = None
         if not shape:
-            limit = max(begins) + ids.shape[1]
-            drafts = self.lm.drafts(round, ("masks",), run, given, ids, limit, depths, self.greedy)
+            drafts = self.lm.drafts(round, ("masks",), run, given, ids, max(begins) + ids.shape[1], depths, self.greedy)
 
         def read(ids: Tensor, at: Tensor, only: Tensor) -> Tensor:
             return picked_columns(self.lm.forward(ids, begins, at=at).logits, only)

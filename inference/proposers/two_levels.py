@@ -171,11 +171,9 @@ class OuterDrafts:
         p = self.round.probs(logits, None)
         if not any(self.history):
             return p
-        drafted = [self.x[:, j] for j in range(self.rounds)]
-        own = self.round.probs(logits[:, 0], drafted).unsqueeze(1)
+        own = self.round.probs(logits[:, 0], [self.x[:, j] for j in range(self.rounds)]).unsqueeze(1)
         reads = inner.send()["historic"].view(-1, 1, 1) > 0
-        first = torch.where(reads, own, p[:, :1].to(own.dtype))
-        return torch.cat([first, p[:, 1:].to(own.dtype)], 1)
+        return torch.cat([torch.where(reads, own, p[:, :1].to(own.dtype)), p[:, 1:].to(own.dtype)], 1)
 
     def append(self, inner: "InnerRound", p: Tensor, x: Tensor, accepted: Tensor, token: Tensor) -> list[int]:
         """Add the accepted guesses and the token after them to the drafts, with their distributions. Returns, for each

@@ -82,8 +82,7 @@ class Recorder:
         for traced in self.rounds:
             rounds.append([_replayed(row, texts[row.prompt][-1], tokenizer) for row in traced])
             for row in traced:
-                emitted = [*(row.drafts[node] for node in row.path), row.last][: row.emitted]
-                texts[row.prompt] += emitted
+                texts[row.prompt] += [*(row.drafts[node] for node in row.path), row.last][: row.emitted]
         rows = [{"prompt": _text(prompt, tokenizer)} for prompt in self.prompts]
         return {"format": FORMAT, "rule": self.rule, "rows": rows, "rounds": rounds}
 
@@ -122,8 +121,7 @@ def _replayed(row: TracedRow, anchor: int, tokenizer: "PreTrainedTokenizerBase |
 def _rejected(row: TracedRow) -> set[int]:
     """Return the nodes that were tested and rejected: children of the last accepted node, and siblings that come before
     an accepted node."""
-    above = [-1, *row.path]
-    accepted_child = dict(zip(above, [*row.path, row.drafted], strict=True))
+    accepted_child = dict(zip([-1, *row.path], [*row.path, row.drafted], strict=True))
     return {i for i in range(row.drafted) if row.parents[i] in accepted_child and i < accepted_child[row.parents[i]]}
 
 

@@ -259,5 +259,4 @@ class Regimes:
         k = by_row(self.top_k, logits).expand(*logits.shape[:-1], 1)
         largest = logits.topk(min(self.max_top_k, V), dim=-1).values
         least = largest.gather(-1, (k - 1).clamp(0, largest.shape[-1] - 1))
-        least = torch.where((k > 0) & (k < V), least, -math.inf)
-        return logits.masked_fill(logits < least, -math.inf)
+        return logits.masked_fill(logits < torch.where((k > 0) & (k < V), least, -math.inf), -math.inf)

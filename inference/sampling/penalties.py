@@ -101,10 +101,18 @@ def _chain(sampling: Sampling) -> list[Step]:
         # no eos ids are passed: transformers would drop bans of these ids
         steps.append(_plain(NoBadWordsLogitsProcessor([list(word) for word in sampling.banned])))
     if sampling.banned_first:
-        steps.append(lambda ids, row, new: _not_first(ids, row, new, sampling.banned_first))
+        steps.append(
+            lambda ids, row, new: SuppressTokensAtBeginLogitsProcessor(
+                list(sampling.banned_first), ids.shape[1] - new, device=str(row.device)
+            )(ids, row)
+        )
     ends = sorted(sampling.stop_ids)
     if sampling.min_new_tokens and ends:
-        steps.append(lambda ids, row, new: _long_enough(ids, row, new, sampling.min_new_tokens, ends))
+        steps.append(
+            lambda ids, row, new: MinNewTokensLengthLogitsProcessor(
+                ids.shape[1] - new, sampling.min_new_tokens, ends, device=str(row.device)
+            )(ids, row)
+        )
     return steps + [_plain(processor) for processor in sampling.processors]
 
 
@@ -120,15 +128,6 @@ def processed(processor: Callable[[Tensor, Tensor], Tensor], ids: Tensor, scores
         what = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(f"a processor must return logits of the shape that it got, {tuple(scores.shape)}, not {what}")
     return result
-
-
-def _not_first(ids: Tensor, row: Tensor, new: int, banned: Sequence[int]) -> Tensor:
-    return SuppressTokensAtBeginLogitsProcessor(list(banned), ids.shape[1] - new, device=str(row.device))(ids, row)
-
-
-def _long_enough(ids: Tensor, row: Tensor, new: int, least: int, ends: list[int]) -> Tensor:
-    prompt = ids.shape[1] - new
-    return MinNewTokensLengthLogitsProcessor(prompt, least, ends, device=str(row.device))(ids, row)
 
 
 def _require_a_token(logits: Tensor) -> None:

@@ -50,8 +50,7 @@ def reach(r: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
     by depth. k: drafts per round: an int, (B,), or (B,T) for the round that starts at t. lengths (B,): tokens in each
     text, None for T. Raises ValueError if r has fewer depths than k, or if lengths exceed T.
     """
-    products = torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1)
-    return _within(F.pad(products, (1, 0), value=1.0), k)
+    return _within(F.pad(torch.cumprod(_aligned(r, k, lengths, fill=0.0), -1), (1, 0), value=1.0), k)
 
 
 def reach_block(l: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:

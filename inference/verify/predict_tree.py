@@ -188,8 +188,7 @@ def reach_traversal(
     draft's. parents: of the tree's nodes. lengths (B,): tokens in each text, None for T. k: number of nodes in use, an
     int, (B,) or (B, T); None for all. samples: how often rejected children are drawn.
     """
-    chances = chances_traversal(p, q, x, parents, lengths, samples=samples)
-    return summed(chances, parents, k)
+    return summed(chances_traversal(p, q, x, parents, lengths, samples=samples), parents, k)
 
 
 def chances_traversal(

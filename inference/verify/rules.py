@@ -22,6 +22,7 @@ from inference.verify.tree import tree as multi_round
 
 Reach = Callable[[Tensor, Tensor, int | Tensor, Tensor | None], Tensor | None]
 Branches = Callable[[Tensor, Tensor, Tensor, tuple[int, ...], Tensor, int], Tensor]
+Verified = chain.Verification | TreeVerification
 
 
 @dataclass(frozen=True)
@@ -79,30 +80,22 @@ def _match(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor) -> chai
     return chain.match(p, x, u[:, : x.shape[1] + 1], k)
 
 
-def _coupled(
-    p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verification | TreeVerification:
+def _coupled(p: Tensor, q: Tensor | None, x: Tensor, g: Tensor, k: Tensor, tree: Tree | None = None) -> Verified:
     if tree is None:
         return chain.coupled(p, x, g[:, : x.shape[1] + 1], k)
     depths = tree.on(p.device).depths.clamp(max=g.shape[1] - 1).expand(len(x), -1)
     return coupled_tree(p, x, tree.shape, g.gather(1, depths.unsqueeze(-1).expand(-1, -1, g.shape[-1])), k)
 
 
-def _tree(
-    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verification | TreeVerification:
+def _tree(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None) -> Verified:
     return _token(p, q, x, u, k) if tree is None else multi_round(p, q, x, tree.shape, _uniforms(u, x), k)
 
 
-def _traversal(
-    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verification | TreeVerification:
+def _traversal(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None) -> Verified:
     return _block(p, q, x, u, k) if tree is None else traversal_tree(p, q, x, tree.shape, _uniforms(u, x), k)
 
 
-def _typical(
-    p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None
-) -> chain.Verification | TreeVerification:
+def _typical(p: Tensor, q: Tensor | None, x: Tensor, u: Tensor, k: Tensor, tree: Tree | None = None) -> Verified:
     if tree is not None:
         return lossy_typical(p, x, tree.shape, k)
     verification = lossy_typical(p, x, tuple(range(-1, x.shape[1] - 1)), k)
@@ -120,23 +113,23 @@ def _draft_probs(q: Tensor | None, p: Tensor, x: Tensor) -> Tensor:
     return one_hot(x, p[:, :-1]) if q is None else q
 
 
-def _token_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+def _token_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None) -> Tensor:
     return predict_chain.reach(predict_chain.r_from(_wide(logp, logq), logq), k, lengths)
 
 
-def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+def _block_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None) -> Tensor:
     return predict_chain.reach_block(predict_chain.l_from(_wide(logp, logq), logq), k, lengths)
 
 
-def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> Tensor:
+def _match_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None) -> Tensor:
     """Return the reach (B, T, K+1) under `match`: P(a round that starts at token t accepts at least n drafts | the
     text). A draft is accepted if it is the target's own draw x, so with probability q(x). logq (B, T) or (B, T, K).
     logp is not used."""
     return predict_chain.reach(logq.exp(), k, lengths)
 
 
-def _unknown_reach(logp: Tensor, logq: Tensor, k: int | Tensor, lengths: Tensor | None = None) -> None:
-    return None
+def _unknown_reach(*_: object) -> None:
+    """Return None: acceptance depends on the noise that generated the text."""
 
 
 def _wide(logp: Tensor, logq: Tensor) -> Tensor:

@@ -110,8 +110,7 @@ def plain(plan: Plan, file: Path, found: dict[str, Any]) -> list[list[int]]:
     """Greedy texts of llama.cpp's server without a draft."""
     with LlamaCpp(file) as server:
         found["xllamacpp"] = server.version
-        texts: list[list[int]] = server.generate(plan.final(0, SIZE.prompts), 0.0)["tokens"]
-    return texts
+        return server.generate(plan.final(0, SIZE.prompts), 0.0)["tokens"]
 
 
 def asking(server: LlamaCpp, plan: Plan, kept: list[list[list[int]]]) -> checked.Ask:

@@ -33,29 +33,26 @@ from tests.tiny import near, tiny
 class Scripted:
     """Decisions that read the drafts' logits as `CallDecisions` do, and end rounds often and unevenly."""
 
-    script: Sequence[int] = ()  # the longest draft of each round; 3 after its end
-    ended: int = 0  # of the first rounds, all of which end after one draft
-    stops: bool = True  # whether other rounds may end early
-    waits: bool = False  # whether the draft reads prompts only when it drafts
+    given: "Script"
     round: int = 0
     seen: list[Tensor] = field(default_factory=list)
     asks: bool = True
 
     def idle(self, rows: int, asks: bool) -> bool:
-        return self.waits
+        return self.given.waits
 
     def open(self, rows: Sequence[int], asks: bool) -> int:
         self.seen, self.round = [], self.round + 1
-        return self.script[self.round - 1] if self.round <= len(self.script) else 3
+        return self.given.script[self.round - 1] if self.round <= len(self.given.script) else 3
 
     def see(self, depth: int, logits: Tensor, temperature: Tensor) -> None:
         if depth == len(self.seen):
             self.seen.append(logits)
 
     def goes_on(self, depth: int, room: Sequence[int]) -> bool:
-        if self.round <= self.ended:
+        if self.round <= self.given.ended:
             return False
-        if not self.stops or depth >= len(self.seen):
+        if not self.given.stops or depth >= len(self.seen):
             return True
         return int(1000 * float(self.seen[depth].softmax(-1).amax(-1).sum())) % 3 > 0
 
@@ -65,16 +62,16 @@ class Scripted:
 
 @dataclass(frozen=True)
 class Script:
-    script: Sequence[int] = ()
-    ended: int = 0
-    stops: bool = True
-    waits: bool = False
+    script: Sequence[int] = ()  # the longest draft of each round; 3 after its end
+    ended: int = 0  # of the first rounds, all of which end after one draft
+    stops: bool = True  # whether other rounds may end early
+    waits: bool = False  # whether the draft reads prompts only when it drafts
 
     def lengths(self, texts: Sequence[list[int]]) -> list[int]:
         return [3] * len(texts)
 
     def begin(self) -> Scripted:
-        return Scripted(self.script, self.ended, self.stops, self.waits)
+        return Scripted(self)
 
 
 def test_the_distribution_of_the_text_is_the_targets() -> None:
@@ -349,7 +346,7 @@ def test_drafts_of_one_pass_are_chosen_before_it(kind: str) -> None:
     target = tiny()
     engine = Engine(target, KINDS[kind].proposer(target), policy=Fixed(2), rows=1)
     engine.generate(PROMPTS[:1], max_new_tokens=4)
-    assert engine.proposer is not None and engine.proposer.asks == (kind in ("eagle", "medusa"))
+    assert engine.proposer.asks == (kind in ("eagle", "medusa"))
 
 
 @pytest.mark.parametrize(("mean", "accepted", "wanted"), [(1.0, 2, 2), (0.0, 0, 0)])

@@ -17,8 +17,8 @@ from tests.inference.test_every_proposer import PROMPTS, SAMPLING, Uneven
 from tests.kinds import KINDS, SHAPED
 from tests.often import EACH_WAY, often
 from tests.tiny import tiny
+from tests.trees import SHAPE
 
-SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 SETTINGS = [*SAMPLING[:5], Sampling(0, repetition_penalty=1.5, banned=((11,),)), *SAMPLING[6:8]]
 CALL: dict[str, Any] = {"max_new_tokens": [7, 9, 8, 12, 11, 8, 9, 10], "sampling": SETTINGS, "ids": range(8)}
 CASES = [(kind, "chain") for kind in KINDS if KINDS[kind].drawn]

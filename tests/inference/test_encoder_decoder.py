@@ -18,11 +18,11 @@ from inference.proposers import Independent
 from inference.sampling.noise import row_ids
 from inference.source import SourcedText, source_in_text
 from tests.encoder_decoders import DRAFTS, FAMILIES, generated, own_logits, sources, t5, with_encoder_of
+from tests.inference.test_every_proposer import MIXED
 from tests.often import often
 from tests.tiny import emitted, near
 
 LIMITS = [5, 21, 9, 30, 14, 7, 26, 11, 18]
-MIXED = [Sampling(0.8), Sampling(0), Sampling(1.1, top_k=5), Sampling(0.9, repetition_penalty=1.2, banned=((3,),))]
 SHAPE = (-1, -1, 0, 0, 1)
 
 

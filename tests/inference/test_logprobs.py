@@ -75,8 +75,7 @@ def require_targets(
 @torch.no_grad()
 def own(text: tuple[int, ...]) -> torch.Tensor:
     """Logits (T, V)."""
-    logits: torch.Tensor = target()(torch.tensor([text])).logits[0]
-    return logits
+    return target()(torch.tensor([text])).logits[0]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +113,7 @@ def test_a_padded_vocabulary_has_no_mass_past_its_tokens() -> None:
 
     @torch.no_grad()
     def logits_of(text: tuple[int, ...]) -> torch.Tensor:
-        logits: torch.Tensor = model(torch.tensor([text])).logits[0]
-        return logits
+        return model(torch.tensor([text])).logits[0]
 
     out = decoded(Independent(near(model, 0.15)), "token", [32] * len(MIXED), model)
     require_targets(out, [32] * len(MIXED), logits_of)

@@ -53,7 +53,6 @@ def test_generate_names_the_prompt_after_all_texts(
 ) -> None:
     target = saved(tmp_path / "target")
     engine = Engine(str(target))
-    assert engine.tokenizer is not None
     wrong = engine.tokenizer("q")["input_ids"]
     with torch.no_grad():
         engine.target.model.get_input_embeddings().weight[wrong] = torch.nan

@@ -13,9 +13,8 @@ from inference.policy import Fixed
 from inference.proposers import Independent, NGram
 from tests import standin
 from tests.often import often
-from tests.tiny import near, tiny
+from tests.tiny import PROMPTS, near, tiny
 
-PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 LIMITS = [7, 3, 11, 2, 5]
 COOL = Sampling(0.8)
 FULL = Sampling(

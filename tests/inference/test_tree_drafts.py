@@ -20,8 +20,8 @@ from tests.inference.test_distribution import p_value, pair
 from tests.inference.test_every_proposer import PROMPTS
 from tests.often import often
 from tests.tiny import emitted, near, tiny
+from tests.trees import SHAPE
 
-SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 NAMES = ["tree", "traversal"]
 
 
@@ -100,7 +100,6 @@ def test_the_prediction_of_a_round_is_that_of_texts() -> None:
     p, q, x = p.expand(A, -1, -1), q.expand(A, -1, -1), x.expand(A, -1)
     wanted = reach_tree(by_draw(p, q, x, 2), shape)[:, 0]
     multi_round, traversal = (RULES[name].branches for name in ("tree", "traversal"))
-    assert multi_round and traversal
     torch.testing.assert_close(multi_round(p, q, x, shape, k, 3), wanted)
     texts, rounds = reach_traversal(p, q, x, shape)[:, 0].mean(0), traversal(p, q, x, shape, k, 3).mean(0)
     torch.testing.assert_close(rounds, texts, rtol=0, atol=2e-3)
@@ -112,7 +111,6 @@ def test_each_seed_draws_other_children_to_reject(rule: str) -> None:
     """So that predictions of many rounds are not all wrong in the same way."""
     p, q = (4 * torch.rand(2, 50, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).softmax(-1)
     branches, x, k = RULES[rule].branches, torch.zeros(50, 2, dtype=torch.int64), torch.full((50,), 5)
-    assert branches
     one, other, again = (branches(p, q, x, (-1, -1, -1, 0, 0), k, seed) for seed in (3, 4, 3))
     assert not torch.equal(one, other) and torch.equal(one, again)
 
@@ -123,7 +121,7 @@ def test_tokens_past_the_end_are_never_accepted() -> None:
     reach = reach_along(
         torch.zeros(1, 4, 5), {}, offered, x, inside, (-1, -1, 0), torch.tensor([3]), RULES["tree"], True, 0
     )
-    assert reach is not None and reach.tolist() == [[1, 1, 0]]
+    assert reach.tolist() == [[1, 1, 0]]
 
 
 def test_the_reason_is_that_of_the_node() -> None:

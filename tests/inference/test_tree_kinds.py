@@ -23,8 +23,8 @@ from tests.inference.test_every_proposer import LIMITS, PROMPTS, SAMPLING, WHOLE
 from tests.kinds import KINDS, SHAPED
 from tests.often import EACH_WAY, often
 from tests.tiny import emitted, tiny
+from tests.trees import SHAPE
 
-SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 TWO = (-1, -1, 0, 0, 1, 2)  # no more than two children of a node: predicted to the last bit
 
 each_kind = pytest.mark.parametrize("kind", SHAPED)
@@ -120,7 +120,6 @@ def test_distributions_by_depth_say_what_every_shape_accepts(kind: str, temperat
     texts = emitted(engine, [[1, 2, 3], [4]] * 4, 16, sampling)
     distributions = distributions_of_rounds(engine, KINDS[kind].proposer(target), 3, texts, sampling, 16)
     reach, wanted = reach_under(distributions, TWO, "tree", temperature == 0), forced(engine, texts, sampling, 16).reach
-    assert wanted is not None
     torch.testing.assert_close(reach.double(), wanted, rtol=1e-4, atol=1e-5)
     calls, sigma = (
         calls_from(reach, distributions.lengths).sum(),

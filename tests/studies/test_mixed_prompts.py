@@ -20,7 +20,6 @@ PIECE = """def shared(values):
 
 def test_an_edit_repeats_half_of_the_piece_with_a_name_changed() -> None:
     found = edit(PIECE, random.Random(0))
-    assert found is not None
     before, after = found.split("\n# after, with values renamed to values_")
     assert before == f"# before\n{PIECE}" and after[1:] == (
         f"\ndef shared(values_{after[0]}):\n    total = sum(values_{after[0]})\n"

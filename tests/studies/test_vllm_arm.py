@@ -65,8 +65,7 @@ def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
         timing = interleave([arm], [[1, 2, 3], [4, 5]], 2, seed=7, warmup=0)
         answers = [server.generate([[1, 2, 3], [4, 5]], 6, 1.0, seed) for seed in (0, 1)]
     assert timing.texts("vllm").tokens == [[3, 7] * 3, [2, 8] * 3]
-    stats = timing.stats("vllm")
-    assert stats is not None and stats.tau == 3.0  # five rounds, two accepted drafts each
+    assert timing.stats("vllm").tau == 3.0  # five rounds, two accepted drafts each
     assert "draft_model" in (lookalike / "log").read_text()  # its own lines went elsewhere
     counts = {"drafts": 5, "accepted": 10, "by_depth": [6, 4]}  # without those of earlier requests, though vLLM adds up
     assert [{name: one[name] for name in counts} for one in answers] == [counts] * 2
@@ -76,7 +75,7 @@ def test_vllm_answers_prompt_by_prompt(lookalike: Path) -> None:
 def test_without_drafts_vllm_emits_one_token_a_call(lookalike: Path) -> None:
     with Server(sys.executable, "target", None, 2, 64, lookalike / "log") as server:
         stats = interleave([vllm_arm("vllm", server, Sampling(), 4)], [[1]], 1, warmup=0).stats("vllm")
-    assert stats is not None and stats.tau == 1.0
+    assert stats.tau == 1.0
 
 
 def test_a_vllm_that_does_not_start_says_why(lookalike: Path) -> None:

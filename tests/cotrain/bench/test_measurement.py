@@ -156,7 +156,7 @@ def test_parity_is_of_texts_that_were_not_timed_first(
     texts = asked[0][0]
     assert texts.prompts == [["speculative"]] * 3 and asked[0][1:] == (3, 0.25)
     assert asked[1] == ("figures", texts, "traversal" if tree else "block")
-    assert result and result["tau_measured"] == 2.25 and result["tau_predicted"] == 2.0
+    assert result["tau_measured"] == 2.25 and result["tau_predicted"] == 2.0
     assert result["relative"] == pytest.approx(2.0 / 2.25 - 1)
     assert (result["tokens"], result["z"], result["passed"], result["line"]) == (90, 0.5, True, "line")
 
@@ -204,7 +204,7 @@ def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "text_figures", noted)
     monkeypatch.setattr(measurement, "BATCH", 2)
     result = parity(plan(), 2)
-    assert result and f" {result['relative']:+.2%});" in result["line"]
+    assert f" {result['relative']:+.2%});" in result["line"]
     built = [(*prompt, *text) for prompt, text in zip(measured[0].prompts, measured[0].tokens, strict=True)]
     assert result["tokens"] == 28 and len(built) == len(set(built)) == 7
 

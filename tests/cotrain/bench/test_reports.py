@@ -63,7 +63,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
 def test_a_plain_step_beside_the_time_of_reading_the_weights() -> None:
     timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
     floor = measurement.plain_floor(SimpleNamespace(target=LM(tiny(), 1), rows=3), timing)  # type: ignore[arg-type]
-    assert floor is not None and floor["seconds"] == 3 / timing.speed("plain", decode=True)
+    assert floor["seconds"] == 3 / timing.speed("plain", decode=True)
     assert 0 < floor["read_seconds"] == pytest.approx(floor["share"] * floor["seconds"])
 
 

@@ -203,7 +203,6 @@ def test_every_command_decodes_as_the_folder_says(
 ) -> None:
     monkeypatch.setattr("inference.models.pretrained.emulated", lambda dtype: False)
     about = read(odd).metadata
-    assert about is not None
     tree = None if "tree" in UNUSED[command] else about.tree
     said = {**asdict(about.served), **{name: getattr(about, name) for name in ABOUT}}
     said |= {"verify": tree.rule if tree else about.served.verify, "tree": tree and tree.parents}
@@ -278,8 +277,7 @@ def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tm
         values["made"], values["tree"] = {"served": said}, None
         (path / "cotrain.json").write_text(json.dumps(values))
         (path / "report.json").write_text(json.dumps({"settings": {"verify": "coupled"}}))
-        metadata = read(path).metadata
-        assert metadata is not None and metadata.served == wanted
+        assert read(path).metadata.served == wanted
 
 
 # --- the policy of generate

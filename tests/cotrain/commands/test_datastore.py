@@ -27,7 +27,6 @@ def test_a_datastore_of_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(command) == 0
     assert "tokens of" in capsys.readouterr().out
     tokenizer, store = load_tokenizer(target), Datastore.open(tmp_path / "store")
-    assert tokenizer is not None
     assert store.about.tokenizer == hash_tokenizer(tokenizer) and store.about.depth == 6
     assert store.about.vocabulary == 1 + max(tokenizer.get_vocab().values())
     assert 40 < store.about.documents < 60  # the other splits are left to be measured on

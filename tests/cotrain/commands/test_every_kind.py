@@ -240,6 +240,5 @@ def test_a_tokenizer_is_read_beside_any_network(place: Path, monkeypatch: pytest
     said: list[str] = []
     monkeypatch.setattr(configuration_utils.logger, "warning", said.append)
     for kind in ("medusa", "retrieval"):
-        words = load_tokenizer(drafted(place, kind))
-        assert words is not None and words.get_vocab() == tokenizer().get_vocab()
+        assert load_tokenizer(drafted(place, kind)).get_vocab() == tokenizer().get_vocab()
     assert not said

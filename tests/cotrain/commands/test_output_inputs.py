@@ -156,10 +156,10 @@ def test_no_path_that_is_read_may_lie_in_a_folder_that_is_written(
     inside += [output / "sub" / "f*"] if key == "data.path" else []
     for place in inside:
         said = refused(settings[command], command, **{written: output, key: place})
-        assert said and said.startswith(f"{key}=") and f"lies in {written}={output}" in said, place
+        assert said.startswith(f"{key}=") and f"lies in {written}={output}" in said, place
         assert f"name another {written}=" in said and "\n" not in said
     said = refused(settings[command], command, **{written: other / "out", key: other})
-    assert said and said.startswith(f"{written}={other / 'out'} lies in {key}={other}")
+    assert said.startswith(f"{written}={other / 'out'} lies in {key}={other}")
     (output / "link").unlink()
     for place in (other, other / "file", "org/name", "bundled", output.with_name("out2")):
         assert refused(settings[command], command, **{written: output, key: place}) is None, place
@@ -181,7 +181,7 @@ def test_what_a_draft_folder_names_is_read_too(
         place.mkdir(parents=True)
     (draft / file).write_text(json.dumps({outer: {inner: str(output / "kept")}}))
     said = refused(settings["bench"], "bench", **{"draft.path": draft, "output": output})
-    assert said and said.startswith(f"{output / 'kept'}, which draft.path={draft} names, lies in output=")
+    assert said.startswith(f"{output / 'kept'}, which draft.path={draft} names, lies in output=")
 
 
 MAKERS = ("train", "bench", "serve_check")

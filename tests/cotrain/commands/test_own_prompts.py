@@ -79,8 +79,7 @@ class TestDataSelf:
         unseen = [json.loads(row) for row in (draft / PROMPTS).open()]
         final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
         assert unseen and all(row in final for row in unseen)
-        metadata = read(draft).metadata
-        assert metadata is not None and metadata.served.messages == (target == "chat")
+        assert read(draft).metadata.served.messages == (target == "chat")
         if target == "chat":
             report = read_json(draft / "report.json")
             assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
@@ -165,7 +164,7 @@ class TestDataSelf:
         assert train(place, "tiny", tmp_path / "run", f"data.path={place / 'own.jsonl'}", "measure=false") == 0
         assert not list((tmp_path / "run").rglob("*prompts*"))
         metadata = read(tmp_path / "run" / "draft").metadata
-        assert metadata is not None and metadata.origin["gguf"] is None
+        assert metadata.origin["gguf"] is None
         assert "GGUF" not in card(metadata, "vllm", "draft", None, [])
 
     @pytest.mark.parametrize("command", ["bench", "datastore"])
@@ -185,7 +184,7 @@ class TestGGUF:
         settings = [f"target.path={tmp_path / 'tiny.gguf'}", f"data.path={place / 'own.jsonl'}", "measure=false"]
         assert main(["train", *settings, f"output={tmp_path / 'run'}", *SIZES]) == 0
         metadata = read(tmp_path / "run" / "draft").metadata
-        assert metadata is not None and metadata.target["name"] == str(tmp_path / "tiny.gguf")
+        assert metadata.target["name"] == str(tmp_path / "tiny.gguf")
         said = about(str(tmp_path / "tiny.gguf"))
         assert said and metadata.origin["gguf"] == said
         text = card(metadata, "vllm", "draft", None, [])

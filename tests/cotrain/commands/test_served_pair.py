@@ -50,7 +50,7 @@ def test_the_target_is_the_one_that_the_folder_names(
 
 def test_a_larger_draft_is_measured_and_said_to_be(draft: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, _, small = refuse_pair(str(draft), str(draft.parent / "target"))
-    assert small is not None and target.device == small.device == torch.device("meta") and capsys.readouterr().err == ""
+    assert target.device == small.device == torch.device("meta") and capsys.readouterr().err == ""
     refuse_pair(str(draft.parent / "target"), str(draft))
     assert "is the larger model" in capsys.readouterr().err
 

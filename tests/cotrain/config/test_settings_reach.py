@@ -49,7 +49,7 @@ def test_a_module_is_made_as_the_settings_say() -> None:
     assert (module.seed, module.decay) == (11, 0.9)
     assert module.progress == Progress(160, 9)
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
-    assert module.truncate is not None and 0 < int(module.truncate(logits).isfinite().sum()) <= 7
+    assert 0 < int(module.truncate(logits).isfinite().sum()) <= 7
     found = module.configure_optimizers()
     groups = found["optimizer"].param_groups
     assert [group["weight_decay"] for group in groups] == [0.04, 0.0]

@@ -127,7 +127,7 @@ def test_packed_texts_begin_as_a_server_begins_them() -> None:
     blocks = pack_blocks(datasets.Dataset.from_dict({"text": ["abcd", "efgh"], "domain": ["a", "a"]}), words, 5)
     stream = words("abcd")["input_ids"] + words("efgh")["input_ids"]
     assert blocks.ids.flatten().tolist() == stream[: len(stream) // 5 * 5]
-    assert blocks.position_ids is not None and (blocks.position_ids[blocks.ids == START] == 0).all()
+    assert (blocks.position_ids[blocks.ids == START] == 0).all()
 
 
 def test_embedded_prompts_are_starts_of_pieces_that_begin_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,6 @@ def mean(texts: list[list[Token]], name: str, depth: int = 0) -> float:
 def calibration(texts: list[list[Token]]) -> float:
     bins, guesses = np.zeros(15), [token.by_depth[0] for text in texts for token in text]
     for one in guesses:
-        assert one is not None
         bins[min(int(one["sure"] * 15), 14)] += one["sure"] - one["hit"]
     return float(np.abs(bins).sum() / len(guesses))
 

@@ -83,7 +83,6 @@ def test_acceptance_by_context_is_at_the_targets_own_temperature() -> None:
     for row in range(N):
         for at in range(PROMPT[row] - 1, LENGTH[row] - 1):
             one = Token(held, head_p, states, head_q, row, at, deep=False).by_depth[0]
-            assert one is not None
             by.setdefault((at + 1).bit_length(), []).append(one["alpha"])
     figures = profile(held, student, head_p)
     wanted = {f"{2 ** (bits - 1)}-{2**bits - 1}": sum(alphas) / len(alphas) for bits, alphas in sorted(by.items())}

@@ -20,9 +20,8 @@ from inference.proposers.block import BlockNetwork
 from tests import kinds
 from tests.cotrain.export.test_eagle_export import run_export
 from tests.folders import target_folder
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
-TARGET = {"name": "the-target", "config": None, "tokenizer": None}
 HELD_OUT = {
     "tau_T0.7/all/3": 2.25,
     "tau_without_markov_T0.7/all/3": 2.0,
@@ -107,7 +106,7 @@ def test_vllm_reads_what_was_trained(settings: dict[str, Any], tmp_path: Path) -
         own = name.removeprefix("model.").replace("draft_id_to_target_id", "d2t")
         assert torch.equal(tensor, ours[own])
     written, _, metadata = load_draft(folder, network=BlockNetwork)  # with which serve_check predicts
-    assert metadata is not None and metadata.k == 3 and written.term(32) is None
+    assert metadata.k == 3 and written.term(32) is None
     assert load(folder, target).generate([[1, 2, 3]], max_new_tokens=5).stats.tokens == 5
 
 
@@ -119,9 +118,7 @@ def test_the_loss_of_the_markov_head_is_said(tmp_path: Path) -> None:
         folder = export(
             tmp_path / draft, tmp_path / "out", "dflash", k, target=target, objective=objective, replace=True
         )
-        metadata = read(folder).metadata
-        assert metadata is not None
-        return said_of(metadata)
+        return said_of(read(folder).metadata)
 
     built(tmp_path / "draft", markov_rank=3, causal=True)
     lost = "The Markov head of the draft is left out, since the engine has none."
@@ -153,7 +150,6 @@ def test_masks_that_see_each_other_are_as_many_as_in_training(tmp_path: Path) ->
 
     def length(draft: str, k: int | None = None) -> Any:
         metadata = read(export(tmp_path / draft, tmp_path / "out", "dflash", k, target=target, replace=True)).metadata
-        assert metadata is not None
         return metadata.k, " ".join(said_of(metadata))
 
     k, said = length("draft")

@@ -18,9 +18,7 @@ from inference.drafts.draft_folder import Metadata, PlannedTree, read, save
 from inference.drafts.weight_files import read_json
 from inference.verify.tree import full
 from tests import kinds
-from tests.tiny import tiny
-
-TARGET = {"name": "the-target", "config": None, "tokenizer": None}
+from tests.tiny import TARGET, tiny
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def test_the_eagle3_format(built: Path, tmp_path: Path) -> None:
     config, metadata = read_json(folder / "config.json"), read(folder).metadata
     assert (config["vocab_size"], config["draft_vocab_size"], config["num_hidden_layers"]) == (32, 16, 1)
     assert config["rope_parameters"]["rope_theta"] == config["rope_theta"]
-    assert metadata is not None and metadata.k == 2
+    assert metadata.k == 2
     result = metadata.origin["export"]
     assert result["inputs_of_layers"] == [0, 1, 1] and result["outputs_of_layers"] == [-1, 0, 0]
     tensors = load_file(folder / "model.safetensors")
@@ -66,11 +64,11 @@ def test_an_export_is_for_the_target_that_was_named(built: Path, tmp_path: Path)
     for layout in ("eagle3", "speculators"):
         folder = export(tmp_path / "adapted", tmp_path / layout, layout, target=target, name="merged")
         written = read(folder).metadata
-        assert written and (written.target["name"], written.origin["adapter"]) == ("merged", None)
+        assert (written.target["name"], written.origin["adapter"]) == ("merged", None)
     result = read_json(folder / "config.json")["speculators_config"]
     assert result["verifier"]["name_or_path"] == "merged"
     own = read(export(tmp_path / "adapted", tmp_path / "own", target=target)).metadata
-    assert own and (own.target["name"], own.origin["adapter"]) == ("the-target", "ours")
+    assert (own.target["name"], own.origin["adapter"]) == ("the-target", "ours")
 
 
 def test_other_kinds_sizes_and_layouts_are_errors(built: Path, tmp_path: Path) -> None:
@@ -98,8 +96,7 @@ def test_an_engine_that_drafts_trees_gets_the_planned_one(
     assert flags.format(2, 1, 3) in said("sglang", k=2)
     assert '"num_speculative_tokens": 4' in said("vllm") and '"max_draft_len": 4' in said("tensorrt_llm")
     assert "vllm serve merged/one" in said("vllm") and "merged/one" in (tmp_path / "out" / "README.md").read_text()
-    folder = read(tmp_path / "out").metadata
-    assert folder is not None and folder.tree == tree
+    assert read(tmp_path / "out").metadata.tree == tree
 
 
 def test_no_more_nodes_are_asked_for_than_the_engine_grows() -> None:

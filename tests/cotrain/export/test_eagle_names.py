@@ -25,7 +25,7 @@ from inference.drafts.weight_files import read_json
 from inference.proposers.eagle import EagleConfig, EagleNetwork, output_layers
 from tests import kinds
 from tests.cotrain.export.test_eagle_export import run_export
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
 LAYERS, NARROW = [2, 4, 5], 16  # states of the target of 8 layers; tokens of a pruned draft
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -98,7 +98,7 @@ def draft(target: LlamaForCausalLM, layers: list[int], **settings: Any) -> Eagle
 
 
 def exported(target: LlamaForCausalLM, place: Path, layers: list[int], layout: str = "eagle3", **settings: Any) -> Path:
-    metadata = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="eagle")
+    metadata = Metadata(TARGET, 3, kind="eagle")
     built = save(draft(target, layers, **settings), None, place / "draft", metadata, None)
     return export(built, place / layout, layout, target=target)
 
@@ -110,7 +110,6 @@ def test_each_engine_captures_the_states_that_were_learnt_from(
     """An engine that counts in another way captures the layers beside them, and accepts less without a word."""
     folder = exported(target, tmp_path, layers)
     metadata = read(folder).metadata
-    assert metadata is not None
     for engine, captures in CAPTURES.items():
         command = launch(engine, str(folder), "t", 3, "greedy", "eagle3", "eagle", layers=captured(metadata.origin))
         assert captures(read_json(folder / "config.json"), command) == layers, engine
@@ -187,7 +186,7 @@ def test_a_folder_says_the_same_after_it_is_read(target: LlamaForCausalLM, tmp_p
 
 def test_engines_that_add_the_features_refuse_normed_ones(target: LlamaForCausalLM, tmp_path: Path) -> None:
     """SGLang and TensorRT-LLM read no norm_before_residual."""
-    metadata = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="eagle")
+    metadata = Metadata(TARGET, 3, kind="eagle")
     for normed in (True, False):
         made = save(draft(target, LAYERS, norm_before_residual=normed), None, tmp_path / f"{normed}", metadata, None)
         export(made, tmp_path / f"vllm {normed}", target=target)

@@ -54,7 +54,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             report = {**MEASURED, "extra": {"costs": asdict(COSTS), "held_out": held}}
             (path / REPORT).write_text(json.dumps(report), encoding="utf-8")
             metadata = read(path).metadata
-            assert metadata is not None
             regime = {**metadata.regime, "temperature": 0.7}
             origin = {**metadata.origin, "advice": SLOW}
             describe(path, replace(metadata, k=DRAFTS, regime=regime, report=digest(path / REPORT), origin=origin))

@@ -40,8 +40,7 @@ LAYER = {
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    network: Any = model()
-    return network
+    return model()
 
 
 def arrays(file: Path) -> dict[str, np.ndarray]:

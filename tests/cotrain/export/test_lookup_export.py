@@ -29,8 +29,7 @@ def test_look_up_beside_a_model_goes_to_vllm_with_its_settings(draft: Path, tmp_
     assert module is lookup_layout and layout_of("retrieval", "vllm") is lookup_layout
     folder = module.export(draft, tmp_path / "out put")
     assert json.loads((folder / "config.json").read_text())["lookup"] == LOOKUP
-    metadata = read(folder).metadata
-    assert metadata and metadata.kind == "hybrid" and (folder / "model.safetensors").is_file()
+    assert read(folder).metadata.kind == "hybrid" and (folder / "model.safetensors").is_file()
     card = (folder / "README.md").read_text()
     assert f"COTRAIN_DRAFT='{folder}' vllm serve their/target" in card and '"num_speculative_tokens": 5' in card
     assert '"method": "custom_class"' in card

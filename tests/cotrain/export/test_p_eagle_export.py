@@ -17,9 +17,7 @@ from inference.drafts.draft_folder import Metadata, save
 from inference.drafts.weight_files import read_json
 from tests import kinds
 from tests.cotrain.export.test_eagle_export import run_export
-from tests.tiny import tiny
-
-TARGET = {"name": "the-target", "config": None, "tokenizer": None}
+from tests.tiny import TARGET, tiny
 
 
 @pytest.fixture
@@ -103,7 +101,7 @@ def test_vllm_reads_what_was_trained(layout: str, size: int | None, tmp_path: Pa
     network = kinds.p_eagle(target, draft_vocab_size=size)
     built = save(network, None, tmp_path / "draft", Metadata(TARGET, 3, kind="p_eagle"), None)
     result = read_back(export(built, tmp_path / "out", layout, target=target))
-    assert result.mask is not None and torch.equal(result.mask, network.mask_hidden.detach())
+    assert torch.equal(result.mask, network.mask_hidden.detach())
     assert result.config["pard_token"] == 31
     assert (result.embedded is None) == (layout == "eagle3")
     if result.embedded is not None:

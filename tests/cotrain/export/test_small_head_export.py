@@ -84,7 +84,7 @@ def test_a_parallel_draft_loses_its_markov_head_and_says_so(target: Path, tmp_pa
         assert said in capsys.readouterr().out.splitlines()
         assert f"- {said}\n" in (output / "README.md").read_text()
         metadata = read(output).metadata
-        assert metadata is not None and metadata.kind == "parallel"
+        assert metadata.kind == "parallel"
         assert metadata.origin["export"]["remarks"] == [said]
     stored, written = (load_file(folder / "model.safetensors") for folder in (draft, output))
     assert {name for name in stored if name not in written} == {

@@ -33,7 +33,7 @@ from inference.sampling.noise import row_ids
 from studies.assisted import assisted_arm
 from tests import kinds
 from tests.cotrain.students.test_p_eagle import states_of
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
 LAYERS, DEPTHS, MASK, PROMPT = [2, 4, 5], 3, 30, [3, 1, 4, 1, 5, 9, 2]
 PARTS = (
@@ -55,13 +55,7 @@ def built(target: LlamaForCausalLM, folder: Path, **settings: Any) -> BlockNetwo
     """Save a draft of two layers and three drafts a round; return its network."""
     settings = {"target_head": True, "eagle_aux_hidden_state_layer_ids": LAYERS} | settings
     network = kinds.block(target, **settings)
-    save(
-        network,
-        None,
-        folder,
-        Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="block"),
-        None,
-    )
+    save(network, None, folder, Metadata(TARGET, 3, kind="block"), None)
     return network
 
 
@@ -106,7 +100,6 @@ def texts(target: LlamaForCausalLM, assistant: Any, prompts: list[list[int]], sa
     the prompt and drafts nothing."""
     arm = assisted_arm("dflash", target, sampling, n, assistant, DEPTHS, speculation_type="dflash")
     result = arm.run(prompts, row_ids(prompts), 0)
-    assert result.stats is not None
     return result.tokens, result.stats.target_calls - len(prompts)
 
 
@@ -157,7 +150,7 @@ def test_folders_have_what_other_loaders_ask_for(engine: str, target: LlamaForCa
     assert told["mask_token_id"] == MASK < config["vocab_size"] and told["target_layer_ids"] == [1, 3, 4]
     assert not config.get("layer_types") and config["attention_bias"] is False and config["hidden_act"] == "silu"
     metadata = read(folder).metadata
-    assert metadata is not None and "The Markov head" in metadata.origin["export"]["remarks"][0]
+    assert "The Markov head" in metadata.origin["export"]["remarks"][0]
     words = shlex.split(launch(engine, "d", "t", 3, "sampled", "dflash", "block", layers=captured(metadata.origin)))
     if engine == "sglang":
         flags = dict(zip(words[3::2], words[4::2], strict=True))

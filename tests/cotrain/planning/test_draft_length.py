@@ -12,9 +12,8 @@ from cotrain.planning.planner import MeasuredCosts, plan_entries, plan_length
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs, RealRound
 from tests.bench_stubs import chains_of, plan_of, rates_of
+from tests.inference.measure.test_costs import TABLE
 from tests.settings import resized
-
-TABLE = Costs((1.0, 1.2, 2.0, 2.0, 2.0), 0.1, (0.1,) * 5, first=0.2)
 
 
 def test_plain_decoding_and_one_draft_are_considered_whatever_the_depths() -> None:

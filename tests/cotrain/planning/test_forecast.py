@@ -40,7 +40,6 @@ def test_seconds_per_token_decide() -> None:
     assert one.speedups == pytest.approx(speed) and one.k == one.fastest == max(range(K + 1), key=speed.__getitem__)
     assert one.perfect == pytest.approx(5 * 1.02 / 1.62)
     edge = one.break_even
-    assert edge is not None
     at, below = (max(iid_tau(edge + d, k) * 1.02 / one.seconds[k] for k in range(1, K + 1)) for d in (1e-6, -1e-3))
     assert at == pytest.approx(1, abs=1e-4) and below < 1
 

@@ -45,6 +45,7 @@ from tests.bench_stubs import chains_of, rates_of
 from tests.folders import network, target_folder, tokenizer
 from tests.settings import resized
 from tests.tiny import emitted, near, tiny
+from tests.trees import SHAPE
 
 TREE = PlannedTree((-1, -1, 0, 0, 1), "traversal")
 TEXT = "the record"
@@ -104,9 +105,6 @@ def test_a_kind_that_drafts_chains_alone_refuses_a_tree(place: Path, tmp_path: P
 
 
 # --- what is timed is what is checked
-
-
-SHAPE = (-1, 0, -1, 1, -1, 0, 2, 2, 6)  # uneven, and not numbered level by level
 
 
 def run(engine: Engine, temperature: float = 1.0) -> Emitted:
@@ -266,7 +264,7 @@ def test_the_chain_is_served_where_trees_are_slower(monkeypatch: pytest.MonkeyPa
     """All of them ran in turn, with plain decoding."""
     asked, plan = rounds(monkeypatch, tree=9.0), plan_of(tree=TREE)
     result = best_tree(plan, CHAINS, plain_texts(plan))
-    assert result and result.chain == pytest.approx(1.28) and result.speedup < 1
+    assert result.chain == pytest.approx(1.28) and result.speedup < 1
     assert asked[-1][:2] == [0, 2] and asked[-1][-1] == TREE and len(asked[-1]) == 5
     chosen, line = (
         chosen_of(result, False),
@@ -319,18 +317,18 @@ def test_a_planned_tree_deeper_than_the_lengths_that_are_asked_for_is_rated() ->
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=3)))
     shallow = replace(plan, bench=resized(plan.bench, depths=[1], trees=0), tree=PlannedTree((-1, -1, 0, 2), "tree"))
     result = best_tree(shallow, CHAINS, plain_texts(plan))
-    assert result and result.tree.depth == 3 and result.tau > 1
+    assert result.tree.depth == 3 and result.tau > 1
 
 
 def test_a_kind_without_a_distribution_of_texts_is_rated_by_rounds_that_are_forced() -> None:
     """Distributions by depth: at a text's first token those of the first depth alone, elsewhere all."""
     plan = plan_of(kind="medusa", draft=MedusaNetwork(MedusaConfig(hidden_size=64, vocab_size=300, num_heads=2)))
     distributions = plain_distributions(plan, plain_texts(plan))
-    assert distributions is not None and distributions.q.shape == (*distributions.x.shape, 2, 300)
+    assert distributions.q.shape == (*distributions.x.shape, 2, 300)
     alone = distributions.q[:, 0].sum(-1)  # of a text's first token: no round begins before it
     assert bool((alone[:, 1] == 0).all()) and bool((distributions.q[:, 1:-2].sum(-1) > 0.99).all())
     result = candidate_trees(tree_search(plan, distributions), lambda parents: 1.0)
-    assert result and max(tree.depth for tree in result) <= 2
+    assert max(tree.depth for tree in result) <= 2
 
 
 def test_children_are_as_the_draft_was_trained() -> None:
@@ -359,7 +357,7 @@ def test_few_texts_are_read_of_large_vocabularies(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(planner, "ENTRIES", 2 * 300 * 8)
     plan = plan_of()
     distributions = plain_distributions(plan, plain_texts(plan))
-    assert distributions and distributions.x.shape == (2, 8)
+    assert distributions.x.shape == (2, 8)
 
 
 def test_advice_names_the_tree_that_was_measured() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,12 +109,12 @@ def messages(count: int) -> list[list[int]]:
 
 
 class Scripted:
-    """A sampler of given completions, by key. stops: it is interrupted after so many batches."""
+    """A sampler of completions, by key; by default messages. stops: it is interrupted after so many batches."""
 
     rows = 8
 
-    def __init__(self, completions: Sequence[list[int]], stops: int | None = None) -> None:
-        self.completions, self.stops = completions, stops
+    def __init__(self, completions: Sequence[list[int]] = (), stops: int | None = None) -> None:
+        self.completions, self.stops = completions or messages(300), stops
         self.keys: list[int] = []
         self.prompts: list[list[int]] = []
         self.sampling, self.seeds = Sampling(), set[int]()
@@ -129,12 +129,16 @@ class Scripted:
         self.seeds.add(seed)
         return [self.completions[key % len(self.completions)][:new_tokens] for key in keys]
 
-    def by(self) -> Callable[[], "Scripted"]:
-        return lambda: self
+    def file(self, prompts: SelfPrompts) -> Path:
+        return prompts.file(lambda: self)
 
 
 def asked(folder: Path, wanted: dict[str, int] | None = None, seed: int = 1, **changed: Any) -> SelfPrompts:
     return SelfPrompts(CHAT, folder, {"weights": "a"}, wanted or needed(20, 2, 2), seed, **changed)
+
+
+def contents(rows: list[dict[str, Any]]) -> list[str]:
+    return [row["messages"][0]["content"] for row in rows]
 
 
 class TestOpening:
@@ -236,7 +240,7 @@ class TestFilters:
     def test_a_prompt_is_dropped_and_counted(self, reason: str, ids: list[int]) -> None:
         good = messages(1)[0]
         rows, dropped = filtered([(OPENED, one) for one in (good, ids, good)], CHAT)
-        assert [row["messages"][0]["content"] for row in rows] == ["Please tell me a story about number 0"]
+        assert contents(rows) == ["Please tell me a story about number 0"]
         assert {name for name, count in dropped.items() if count} == {reason, "duplicate"}
         assert sum(dropped.values()) == 2 and tuple(dropped) == FILTERS
 
@@ -262,24 +266,24 @@ class TestFilters:
         self, texts: tuple[str, ...], kept: list[int]
     ) -> None:
         rows, dropped = filtered([(OPENED, written(text)) for text in texts], CHAT)
-        assert [row["messages"][0]["content"] for row in rows] == [texts[i] for i in kept]
+        assert contents(rows) == [texts[i] for i in kept]
         assert dropped["duplicate"] == len(texts) - len(kept) == sum(dropped.values())
 
     def test_the_first_end_ends_a_prompt(self) -> None:
         rows, _ = filtered([(OPENED, [*written("Tell me a story"), *written("and another one")])], CHAT)
-        assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"]
+        assert contents(rows) == ["Tell me a story"]
 
     def test_a_text_ends_a_prompt_where_no_token_does(self) -> None:
         opened = Opening([0], frozenset(), "ASSISTANT:", True)
         ids = CHAT.ids("Tell me a story ASSISTANT: Once upon")
         rows, dropped = filtered([(opened, one) for one in (ids, CHAT.ids("Tell me a story and more"))], CHAT)
-        assert [row["messages"][0]["content"] for row in rows] == ["Tell me a story"] and dropped["unfinished"] == 1
+        assert contents(rows) == ["Tell me a story"] and dropped["unfinished"] == 1
 
 
 class TestFile:
     def test_the_target_continues_the_opening_until_the_turn_ends(self, tmp_path: Path) -> None:
         sampler = Scripted(messages(40))
-        asked(tmp_path, seed=7).file(sampler.by())
+        sampler.file(asked(tmp_path, seed=7))
         known = [one.ids for one in openings(CHAT)]
         assert all(prompt in known for prompt in sampler.prompts) and OPENED.ids in sampler.prompts
         assert set(sampler.sampling.stop_ids) == OPENED.ends and sampler.sampling.temperature == 1
@@ -287,7 +291,7 @@ class TestFile:
 
     def test_every_split_has_as_many_as_are_wanted_as_a_run_reads_them(self, tmp_path: Path) -> None:
         wanted = needed(30, 6, 4)
-        path = asked(tmp_path, wanted).file(Scripted(messages(900)).by())
+        path = Scripted(messages(900)).file(asked(tmp_path, wanted))
         counts = read_json(tmp_path / "self_prompts.json")["counts"]
         sources = [source_of(data_of(path), split, CHAT) for split in SPLITS]
         sizes = [len(source.prompts(10**6, 9999, 0)) for source in sources]
@@ -299,14 +303,14 @@ class TestFile:
     def test_more_are_asked_for_while_filters_drop_many(self, tmp_path: Path) -> None:
         good = messages(2000)
         half = [written("no end", end=False) if i // 2 % 2 else good[i] for i in range(2000)]
-        asked(tmp_path).file(Scripted(half).by())
+        Scripted(half).file(asked(tmp_path))
         counts = read_json(tmp_path / "self_prompts.json")["counts"]
         assert counts["splits"]["train"] >= 20 and abs(2 * counts["dropped"]["unfinished"] - counts["asked"]) <= 2
 
     def test_what_was_asked_kept_and_dropped_is_printed(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        asked(tmp_path).file(Scripted([*messages(300), written("a")]).by())
+        Scripted([*messages(300), written("a")]).file(asked(tmp_path))
         counts = read_json(tmp_path / "self_prompts.json")["counts"]
         assert counts_line(counts) in capsys.readouterr().out
         assert counts["asked"] == counts["kept"] + sum(counts["dropped"].values())
@@ -320,18 +324,18 @@ class TestFile:
         with pytest.raises(
             UserError, match=r"0 kept .* dropped: \d+ unfinished; none for the split train, held_out, final"
         ):
-            asked(tmp_path).file(sampler.by())
+            sampler.file(asked(tmp_path))
         first = max(20 / 0.9, 2 / 0.05)
         assert len(sampler.keys) <= MOST * (first + 1) + sampler.rows
 
     def test_the_same_seed_gives_the_same_file_and_is_not_sampled_again(self, tmp_path: Path) -> None:
-        first, again = Scripted(messages(300)), Scripted(messages(300))
-        path = asked(tmp_path / "a").file(first.by())
-        assert asked(tmp_path / "a").file(again.by()) == path and not again.keys
+        again = Scripted()
+        path = Scripted().file(asked(tmp_path / "a"))
+        assert again.file(asked(tmp_path / "a")) == path and not again.keys
         (tmp_path / "a" / "self_prompts.json").unlink()
-        asked(tmp_path / "a").file(again.by())  # a file without its counts
+        again.file(asked(tmp_path / "a"))  # a file without its counts
         assert again.keys
-        other = asked(tmp_path / "b").file(Scripted(messages(300)).by())
+        other = Scripted().file(asked(tmp_path / "b"))
         assert other.read_bytes() == path.read_bytes()
 
     @pytest.mark.parametrize(
@@ -341,35 +345,35 @@ class TestFile:
         self, changed: dict[str, Any], tmp_path: Path
     ) -> None:
         whole = {"identity": {"weights": "a"}, "wanted": needed(20, 2, 2), "seed": 1}
-        SelfPrompts(CHAT, tmp_path, **whole).file(Scripted(messages(300)).by())
-        sampler = Scripted(messages(300))
-        SelfPrompts(CHAT, tmp_path, **whole | changed).file(sampler.by())
+        Scripted().file(SelfPrompts(CHAT, tmp_path, **whole))
+        sampler = Scripted()
+        sampler.file(SelfPrompts(CHAT, tmp_path, **whole | changed))
         assert sampler.keys
 
     def test_a_run_that_needs_fewer_of_them_reads_the_same_file(self, tmp_path: Path) -> None:
         """As a run with measure=true after one with measure=false, if there are enough to measure on."""
-        path = asked(tmp_path, needed(40, 2, 0)).file(Scripted(messages(300)).by())
+        path = Scripted().file(asked(tmp_path, needed(40, 2, 0)))
         splits = read_json(tmp_path / "self_prompts.json")["counts"]["splits"]
-        sampler, before = Scripted(messages(300)), path.read_bytes()
-        asked(tmp_path, needed(20, 1, splits["final"])).file(sampler.by())
+        sampler, before = Scripted(), path.read_bytes()
+        sampler.file(asked(tmp_path, needed(20, 1, splits["final"])))
         assert not sampler.keys and path.read_bytes() == before
-        asked(tmp_path, needed(20, 1, splits["final"] + 1)).file(sampler.by())
+        sampler.file(asked(tmp_path, needed(20, 1, splits["final"] + 1)))
         assert sampler.keys
 
     def test_an_interrupted_sampling_goes_on(self, tmp_path: Path) -> None:
-        whole = asked(tmp_path / "whole").file(Scripted(messages(300)).by())
+        whole = Scripted().file(asked(tmp_path / "whole"))
         with pytest.raises(KeyboardInterrupt):
-            asked(tmp_path / "parts").file(Scripted(messages(300), stops=2).by())
-        rest = Scripted(messages(300))
-        path = asked(tmp_path / "parts").file(rest.by())
+            Scripted(stops=2).file(asked(tmp_path / "parts"))
+        rest = Scripted()
+        path = rest.file(asked(tmp_path / "parts"))
         assert rest.keys[0] == CALL * Scripted.rows and path.read_bytes() == whole.read_bytes()
         assert {one.name for one in (tmp_path / "parts").iterdir()} == {"self_prompts.json", "self_prompts.jsonl"}
 
     def test_the_first_process_samples_for_all(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = asked(tmp_path).file(Scripted(messages(300)).by())
+        path = Scripted().file(asked(tmp_path))
         monkeypatch.setattr(self_prompts, "rank", lambda: 1)
-        sampler = Scripted(messages(300))
-        assert asked(tmp_path).file(sampler.by()) == path and not sampler.keys
+        sampler = Scripted()
+        assert sampler.file(asked(tmp_path)) == path and not sampler.keys
 
 
 def data_of(path: Path) -> Data:

@@ -18,7 +18,8 @@ from tests import kinds
 from tests.cotrain.losses.test_batch import CONVERSATIONS, module
 from tests.cotrain.losses.test_sequence import batch
 from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
-from tests.cotrain.students.test_p_eagle import IDS, guessed, states_of
+from tests.cotrain.students.test_p_eagle import IDS, PREDICTED, guessed, states_of
+from tests.cotrain.students.test_parallel import MASKS
 from tests.tiny import tiny
 
 SHAPES: list[dict[str, Any]] = [
@@ -157,8 +158,7 @@ def test_a_short_text_has_a_block_in_every_step() -> None:
 
 
 def test_blocks_start_where_tokens_are_learnt() -> None:
-    predicted = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
-    by_depth = in_training(student(depths=1), IDS[:, :6], 0.0, predicted)
+    by_depth = in_training(student(depths=1), IDS[:, :6], 0.0, PREDICTED)
     assert by_depth[0].at.tolist() == [2, 3, 8, 9]  # the anchor 0 of the second text has no state before it
 
 
@@ -271,7 +271,7 @@ def test_the_head_of_the_target_is_no_weight_of_the_draft() -> None:
     assert held == sum(weight.numel() for weight in shared.parameters())
 
 
-@pytest.mark.parametrize(("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)])
+@MASKS
 def test_the_mask_is_a_token_that_texts_do_not_have(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
     """Chosen once: a folder keeps the one that its draft learnt with."""
     network = kinds.block(tiny(), target_head=True, dflash_config={}, pad_token_id=pad, eos_token_id=eos)

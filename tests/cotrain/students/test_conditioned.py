@@ -46,7 +46,7 @@ def test_each_text_of_a_batch_is_learnt_at_its_own_temperature(loss: str) -> Non
     torch.testing.assert_close(value.double(), torch.stack(each).mean(), rtol=1e-5, atol=1e-6)
     value.backward()
     slope = student.network.get_parameter(TABLE).grad
-    assert slope is not None and bool((slope[[0, 2]].abs().sum(1) > 1e-4).all()) and not bool(slope[1].any())
+    assert bool((slope[[0, 2]].abs().sum(1) > 1e-4).all()) and not bool(slope[1].any())
 
 
 def test_a_run_learns_and_evaluates_at_every_temperature_of_its_draft() -> None:

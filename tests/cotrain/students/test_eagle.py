@@ -17,10 +17,9 @@ from inference import Engine
 from inference.drafts.published import fused
 from inference.proposers.eagle import EagleNetwork
 from tests import kinds
-from tests.tiny import tiny
+from tests.tiny import PROMPTS, tiny
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
-PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
 
 
 def draft(kind: str = "eagle", **settings: Any) -> Any:

@@ -22,6 +22,7 @@ from tests.dropped_starts import check_dropped_starts
 from tests.tiny import tiny
 
 IDS = torch.randint(31, (2, 9), generator=torch.Generator().manual_seed(4))
+PREDICTED = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
 
 
 def student(**settings: Any) -> PEagleStudent:
@@ -80,8 +81,7 @@ def test_dropped_starts_keep_the_expected_loss(name: str) -> None:
 
 def test_starts_are_those_with_tokens_to_learn() -> None:
     """Pair m has the anchor m + 1."""
-    predicted = torch.tensor([[False, False, True, True, False], [True, False, False, True, False]])
-    given = {"ids": IDS[:, :6], "predicted": predicted, "uniforms": torch.zeros(2, 6)}
+    given = {"ids": IDS[:, :6], "predicted": PREDICTED, "uniforms": torch.zeros(2, 6)}
     assert starts(given, 1).tolist() == [1, 2] and starts(given).tolist() == [0, 2, 3]
     assert starts({"ids": given["ids"]}, 1).tolist() == [0, 1, 2, 3, 4]
     by_depth = guessed(student(), **given)

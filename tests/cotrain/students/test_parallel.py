@@ -117,7 +117,12 @@ def test_dropped_starts_keep_the_expected_loss(name: str) -> None:
     check_dropped_starts(ParallelStudent(masked(target, 0.3), target), name, 4)
 
 
-@pytest.mark.parametrize(("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)])
+MASKS = pytest.mark.parametrize(
+    ("vocabulary", "pad", "eos", "mask"), [(30, 5, 2, 30), (32, 5, [2, 3], 5), (32, 2, 2, 31)]
+)
+
+
+@MASKS
 def test_the_mask_id_is_unused_by_texts(vocabulary: int, pad: int, eos: Any, mask: int) -> None:
     network = tiny()
     network.config.pad_token_id, network.config.eos_token_id, network.config.pard_depths = pad, eos, 4
@@ -153,7 +158,6 @@ def test_its_term_is_of_the_targets_vocabulary(vocabulary: int) -> None:
     """Of a larger vocabulary the ids that the draft lacks are read as its last one, and get no mass."""
     network = chained(masked(tiny(), 0.3))
     term = term_of(network, vocabulary)
-    assert term is not None
     ids = torch.tensor([[0, 5, 31, vocabulary - 1]])
     whole = network.markov_head(ids.clamp(max=31))
     assert term(ids).shape == (1, 4, vocabulary) and torch.equal(term(ids)[..., :30], whole[..., :30])

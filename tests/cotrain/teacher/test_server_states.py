@@ -63,11 +63,16 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVLLM
         yield fake
 
 
+def elsewhere(folder: Path, *some: FakeVLLM) -> Any:
+    """The target of a folder with its layers on these servers: the reader of layers 1 and 2, and the head."""
+    return served_elsewhere([one.url for one in some], load_ends(str(folder)), VOCABULARY, [2, 1])
+
+
 @pytest.mark.parametrize("places", [None, PLACES], ids=["rows", "packed"])
 def test_states_and_logits_are_those_of_a_target_in_the_process(
     places: torch.Tensor | None, folder: Path, server: FakeVLLM
 ) -> None:
-    read, head = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    read, head = elsewhere(folder, server)
     here, head_here = served(AutoModelForCausalLM.from_pretrained(folder), VOCABULARY, [1, 2])
     with torch.no_grad():
         wanted = here(IDS, places)
@@ -121,12 +126,9 @@ def test_the_norm_and_head_of_families(family: str, settings: dict[str, Any], tm
     assert asked_layers(ends, [LAST]) == [layers_of(whole.config)]
 
 
-FAULTS = ["unwell", "closes", "other text", "cut", "NaN", "lost", "half", "late"]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["unwell", "closes", "other text", "cut", "NaN", "lost", "half", "late"])
 def test_after_a_fault_the_states_are_the_same(fault: str, folder: Path, server: FakeVLLM) -> None:
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    read, _ = elsewhere(folder, server)
     wanted = read(IDS)
     server.faults = [fault, fault]
     found = read(IDS)
@@ -136,7 +138,7 @@ def test_after_a_fault_the_states_are_the_same(fault: str, folder: Path, server:
 
 def test_one_of_two_servers_goes_on_alone(folder: Path, server: FakeVLLM, tmp_path: Path) -> None:
     with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
-        read, _ = served_elsewhere([server.url, other.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+        read, _ = elsewhere(folder, server, other)
         both = read(IDS.repeat(4, 1))
         assert len(server.asked) == len(other.asked) == 4
     left = read(IDS.repeat(4, 1))
@@ -187,7 +189,7 @@ def test_files_that_nobody_reads_are_deleted_when_they_are_old(folder: Path, ser
         os.utime(file, (0, 0) if file.stem != "young" else None)
     for file in left[:2]:
         Path(f"{file}.lock").write_bytes(b"")
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    read, _ = elsewhere(folder, server)
     read(IDS)
     assert {file.stem for file in server.folder.glob("*.safetensors")} == {"young", "unlocked"}
 
@@ -237,7 +239,7 @@ def test_each_prompt_keeps_its_seed(server: FakeVLLM) -> None:
 
 
 def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    read, _ = elsewhere(folder, server)
     server.faults = ["400"]
     with pytest.raises(UserError, match=r"teacher.url: .* answered 400: .*the prompt is too long"):
         read(IDS[:1])
@@ -260,7 +262,7 @@ def test_what_does_not_pass_is_said(folder: Path, server: FakeVLLM, monkeypatch:
 def test_requests_to_a_server_that_closes_connections_end(
     ended: str, folder: Path, server: FakeVLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    read, _ = elsewhere(folder, server)
     server.faults = ["closes"] * 10**5
     if ended == "for too long":
         monkeypatch.setattr(servers, "PATIENCE", 0.1)
@@ -271,7 +273,7 @@ def test_requests_to_a_server_that_closes_connections_end(
         return
     with pytest.raises(UserError, match="^teacher.url: the run has ended"), ThreadPoolExecutor(1) as thread:
         with servers.open_servers():
-            read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+            read, _ = elsewhere(folder, server)
             reading = thread.submit(read, IDS)
             while len(server.asked) < 6:
                 time.sleep(0.01)
@@ -279,7 +281,7 @@ def test_requests_to_a_server_that_closes_connections_end(
             reading.result()
     monkeypatch.setattr(servers, "PAUSE", 0.01)
     server.faults = ["closes"]
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [2, 1])
+    read, _ = elsewhere(folder, server)
     assert read(IDS)[LAST].shape[:2] == IDS.shape  # after a run, requests are repeated too
 
 
@@ -301,9 +303,8 @@ def test_each_servers_own_probabilities_are_compared(folder: Path, server: FakeV
     with torch.no_grad():
         other.model.norm.weight.mul_(3)
     with running(FakeVLLM(other, tmp_path / "other", [1, 2, 3])) as second:
-        both = [server.url, second.url]
-        for urls in (both, both[::-1]):
-            read, head = served_elsewhere(urls, load_ends(str(folder)), VOCABULARY, [1, 2])
+        for both in ((server, second), (second, server)):
+            read, head = elsewhere(folder, *both)
             line = agreement(read, head, IDS.tolist())
             assert "of 20 tokens" in line and float(line.rpartition(" ")[2]) > 1e-4
 
@@ -344,15 +345,7 @@ def made(kind: str) -> Any:
     return student_class(kind).initial(cfg.draft, cfg.init, network(3))
 
 
-NEEDS = {
-    "draft=early_exit": "draft=early_exit",
-    "quantisation=int8": "quantisation=int8",
-    "init=target_layers": "init=target_layers",
-    "measure=true": "measure=true",
-}
-
-
-@pytest.mark.parametrize("setting", NEEDS)
+@pytest.mark.parametrize("setting", ["draft=early_exit", "quantisation=int8", "init=target_layers", "measure=true"])
 def test_what_needs_the_layers_here_is_refused_by_name(
     setting: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -360,7 +353,7 @@ def test_what_needs_the_layers_here_is_refused_by_name(
     words = [f"{key}={value}" for key, value in given.items()]
     output = f"output={tmp_path / 'run'}"
     assert main(["train", f"target.path={folder}", "teacher.url=http://127.0.0.1:9", *words, output]) == 1
-    assert f"{NEEDS[setting]}: it needs the target's layers in this process" in capsys.readouterr().err
+    assert f"{setting}: it needs the target's layers in this process" in capsys.readouterr().err
 
 
 ZEROS, SIZES = torch.tensor([[5, 9, 0, 0, 0], [7, 8, 9, 1, 2], [5, 9, 0, 0, 0]]), torch.tensor([5, 5, 2])
@@ -371,7 +364,7 @@ def test_padding_is_not_sent_and_zeros_at_the_end_of_a_text_are(
     way: str, folder: Path, server: FakeVLLM, tmp_path: Path
 ) -> None:
     """Rows of equal ids may be two texts."""
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    read, _ = elsewhere(folder, server)
     here, _ = served(AutoModelForCausalLM.from_pretrained(folder), VOCABULARY, [1, 2])
     with torch.no_grad():
         wanted = here(ZEROS)
@@ -445,7 +438,7 @@ def test_a_server_that_hangs_leaves_the_others_their_time(
     monkeypatch.setattr(servers, "DOWN", 20.0)
     with running(FakeVLLM(network(3), tmp_path / "other", [1, 2, 3])) as other:
         other.faults = ["hangs"] * 20
-        read, _ = served_elsewhere([other.url, server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+        read, _ = elsewhere(folder, other, server)
         read(IDS.repeat(8, 1))
     assert len(server.asked) == 16 and len(other.asked) <= 8
 
@@ -455,7 +448,7 @@ def test_a_lock_that_is_never_released_is_given_up(
 ) -> None:
     monkeypatch.setattr(hidden_states, "LOCKED", 0.05)
     server.faults = ["locked"]
-    read, _ = served_elsewhere([server.url], load_ends(str(folder)), VOCABULARY, [1, 2])
+    read, _ = elsewhere(folder, server)
     assert read(IDS[:1])[LAST].any() and len(server.asked) == 2
 
 

@@ -264,12 +264,12 @@ class TestDraft:
 
 def test_a_draft_is_not_rounded_where_it_has_the_targets_encoder() -> None:
     """Of a target in float32; the encoder of one in bfloat16 loses nothing."""
-    for dtype, served_in in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+    for dtype in (torch.float32, torch.bfloat16):
         target = t5().to(dtype).float()
         student = student_of(target)
         size: Any = SimpleNamespace(draft_dtype="bfloat16")
         plan = Plan(target, tokenizer(), student.network.train(), Sampling(), "token", size, ("target", "draft"))
-        assert plan.served.dtype == served_in and shares_encoder(plan.served, target) and not plan.served.training
+        assert plan.served.dtype == dtype and shares_encoder(plan.served, target) and not plan.served.training
         own = replace(plan, draft=student_of(target, encoder_layers=1).network)
         assert own.served.dtype == torch.bfloat16
 

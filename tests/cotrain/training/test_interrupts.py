@@ -48,11 +48,11 @@ def test_a_run_that_ends_while_it_measures_leaves_a_draft_and_goes_on(
     draft = place / "unmeasured" / "draft"
     assert f"draft: {draft}, which is measured now" in capsys.readouterr().out
     weights, early = load_file(draft / WEIGHTS), read(draft).metadata
-    assert early is not None and early.report is None
+    assert early.report is None
     monkeypatch.setattr(results.measurement, "measure", measured)
     assert quick(place, "unmeasured", *settings) == 0
     late, metadata = load_file(draft / WEIGHTS), read(draft).metadata
-    assert metadata is not None and metadata.report is not None and late.keys() == weights.keys()
+    assert metadata.report is not None and late.keys() == weights.keys()
     assert all(weights[name].equal(late[name]) for name in weights)
 
 

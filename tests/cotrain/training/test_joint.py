@@ -239,15 +239,18 @@ def test_the_batches_of_a_step_change_the_multiplier_as_one_batch_would() -> Non
     assert float(one.multiplier) == pytest.approx(float(two.multiplier)) and float(one.multiplier) > joint.START
 
 
+def ups(target: Any) -> list[Tensor]:
+    return [up.weight for layer in adapters(target) for up in layer.lora_B.values()]
+
+
 @pytest.mark.parametrize("epsilon", [1e-3, 1e-2, 3e-2, 0.1, 1e9])
 def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
     module = training()
     target, live, head = module.student.target, module.live, module.head_target
     some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
-    whole = [up.weight.clone() for layer in adapters(target) for up in layer.lora_B.values()]
+    whole = [weight.clone() for weight in ups(target)]
     scale = choose_scale(target, live, head, some, epsilon)  # type: ignore[arg-type]
-    now = [up.weight for layer in adapters(target) for up in layer.lora_B.values()]
-    torch.testing.assert_close(now, [scale * value for value in whole])
+    torch.testing.assert_close(ups(target), [scale * value for value in whole])
     bound = movement(served(tiny(32)), (live, head), some).bound(CONFIDENCE)
     if epsilon > 1:
         assert scale == 1
@@ -262,8 +265,7 @@ def test_the_adapter_has_the_scale_that_is_returned_also_if_the_last_one_tried_w
     module = training()
     some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
     assert choose_scale(module.student.target, module.live, module.head_target, some, 1e-6) == 0  # type: ignore[arg-type]
-    ups = [up.weight for layer in adapters(module.student.target) for up in layer.lora_B.values()]  # type: ignore[arg-type]
-    assert not any(bool(up.any()) for up in ups)
+    assert not any(bool(weight.any()) for weight in ups(module.student.target))
 
 
 # --- a run
@@ -346,7 +348,7 @@ def warmed(pair: Path, output: Path, **joint: float) -> None:
 def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, half: Path) -> None:
     """In the dtype of the original's files."""
     said = movement_of(str(pair / "target"))
-    assert said and said["certified"] and said["bound"] <= 0.5 and said["original"] == str(half)
+    assert said["certified"] and said["bound"] <= 0.5 and said["original"] == str(half)
     original, files = (load_file(path / "model.safetensors") for path in (half, pair / "target"))
     assert {value.dtype for value in files.values()} == {torch.bfloat16} and not same(original, files)
     folders = half, pair / "target"
@@ -364,7 +366,6 @@ def held_out_rows(run: Path, place: str) -> list[dict[str, Any]]:
 def test_the_kl_is_that_between_the_folders_on_every_second_text(pair: Path, half: Path) -> None:
     """And on texts that the moved target samples from the same prompts."""
     said = movement_of(str(pair / "target"))
-    assert said is not None
     folders = half, pair / "target"
     old, new = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in folders)
     rows = held_out_rows(pair, "warm")[1::2]

@@ -57,8 +57,7 @@ def main() -> None:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{server.listening_address}/completion", json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request) as response:
-            answer: dict[str, Any] = json.load(response)
-        return answer
+            return json.load(response)
 
     print(json.dumps({"version": version("xllamacpp")}), flush=True)
     with ThreadPoolExecutor(settings["rows"]) as pool:

@@ -19,7 +19,7 @@ from inference import load
 from inference.drafts.draft_folder import Metadata, load_draft, read, save
 from inference.drafts.published import imported, published
 from inference.proposers import kind_of
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
 H, HEADS, GROUPS, D, INNER, V, VD = 16, 4, 2, 8, 24, 32, 12
 IDS = torch.randint(V, (1, 9), generator=torch.Generator().manual_seed(4))
@@ -168,8 +168,7 @@ def eagle_chain(facts: dict[str, Any], states: Tensor, embedded: Tensor, depths:
     features, logits = states @ tensors["fc.weight"].T, []
 
     def named(name: str) -> Tensor:
-        tensor: Tensor = tensors[f"{prefix}{name}.weight"]
-        return tensor
+        return tensors[f"{prefix}{name}.weight"]
 
     for _ in range(depths):
         n = len(features)
@@ -185,6 +184,10 @@ def eagle_chain(facts: dict[str, Any], states: Tensor, embedded: Tensor, depths:
     return logits
 
 
+def network_of(path: Path, kind: str, target: LlamaForCausalLM) -> Any:
+    return load_draft(path, network=kind_of(kind).network_class, model=target)[0]
+
+
 def states_of(target: LlamaForCausalLM, layers: Any) -> dict[int, Tensor]:
     """By layer, the input of that layer, by transformers."""
     found = target(IDS, output_hidden_states=True).hidden_states
@@ -194,7 +197,7 @@ def states_of(target: LlamaForCausalLM, layers: Any) -> dict[int, Tensor]:
 @pytest.mark.parametrize("layout", EAGLES)
 def test_eagle_logits_are_those_of_the_layout(layout: Any, tmp_path: Path, target: LlamaForCausalLM) -> None:
     path, facts = layout(tmp_path / "draft", target)
-    network, _, _ = load_draft(path, network=kind_of("eagle").network_class, model=target)
+    network = network_of(path, "eagle", target)
     assert read(path).kind == "eagle" and network.config.layers == facts["layers"]
     student, states = student_class("eagle")(network, target), states_of(target, {*facts["layers"]})
     network.config.depths = 3
@@ -220,8 +223,8 @@ def test_an_eagle_draft_serves_and_its_export_has_the_same_tensors(
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     before = load(path, target).generate(prompts, max_new_tokens=12, seed=3)
     assert sum(before.stats.drafted) > 0
-    network, _, _ = load_draft(path, network=kind_of("eagle").network_class, model=target)
-    about = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="eagle")
+    network = network_of(path, "eagle", target)
+    about = Metadata(TARGET, 3, kind="eagle")
     saved = save(network, None, tmp_path / "saved", about, None)
     for form in ("eagle3", "speculators"):
         out = export(saved, tmp_path / form, form, k=4, target=target)
@@ -235,7 +238,7 @@ def test_an_eagle_draft_serves_and_its_export_has_the_same_tensors(
     assert again.tokens == before.tokens and again.stats.accepted == before.stats.accepted
 
 
-def changed(path: Path, target: LlamaForCausalLM, tensors: Any = None, **keys: Any) -> Path:
+def changed(path: Path, tensors: Any = None, **keys: Any) -> Path:
     """A published EAGLE-3 draft with other keys of config.json, and with tensors changed by the function."""
     made = eagle_tensors()
     return put(path, EAGLE | keys, tensors(made) if tensors else made)
@@ -246,62 +249,64 @@ def without(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 
 def test_what_a_file_lacks_comes_from_the_target_and_is_said(tmp_path: Path, target: LlamaForCausalLM) -> None:
-    path = changed(tmp_path / "draft", target, without("lm_head.weight", "t2d"))
-    layout = published(path)
-    assert layout is not None
-    network, line = imported(layout, target)
+    network, line = imported(published(changed(tmp_path / "draft", without("lm_head.weight", "t2d"))), target)
     assert line.endswith(
         "is an EAGLE-3 draft, read as a draft of kind eagle; the target gives the layers to read, 2, 4, 5, lm_head"
     )
     assert torch.equal(network.state_dict()["lm_head.weight"], target.lm_head.weight[PRUNED])
     assert network.state_dict()["t2d"].nonzero()[:, 0].tolist() == PRUNED.tolist()
-    layout = published(changed(tmp_path / "table", target, without("d2t")))
-    assert layout and imported(layout, target)[0].state_dict()["d2t"].tolist() == (PRUNED - torch.arange(VD)).tolist()
+    network, _ = imported(published(changed(tmp_path / "table", without("d2t"))), target)
+    assert network.state_dict()["d2t"].tolist() == (PRUNED - torch.arange(VD)).tolist()
     nested = {"speculators_model_type": "eagle3", "transformer_layer_config": SHAPE | {"num_hidden_layers": 1}}
-    layout = published(changed(tmp_path / "default", target, **nested))
-    assert layout and imported(layout, target)[0].config.norm_before_residual  # as in vLLM
-    whole = changed(tmp_path / "whole", target, without("lm_head.weight", "d2t", "t2d"), draft_vocab_size=None)
-    layout = published(whole)
-    assert layout and torch.equal(imported(layout, target)[0].state_dict()["lm_head.weight"], target.lm_head.weight)
+    network, _ = imported(published(changed(tmp_path / "default", **nested)), target)
+    assert network.config.norm_before_residual  # as in vLLM
+    whole = changed(tmp_path / "whole", without("lm_head.weight", "d2t", "t2d"), draft_vocab_size=None)
+    network, _ = imported(published(whole), target)
+    assert torch.equal(network.state_dict()["lm_head.weight"], target.lm_head.weight)
 
 
 FULL = {"lm_head.weight": torch.ones(V, H), "d2t": torch.ones(V, dtype=torch.int64), "t2d": torch.ones(V).bool()}
 
 
 @pytest.mark.parametrize(
-    ("keys", "tensors", "message"),
+    ("keys", "message"),
     [
-        ({"num_hidden_layers": 2}, None, "num_hidden_layers is 2, .* only computed with 1"),
-        ({"norm_before_fc": True}, None, "norm_before_fc is True"),
-        ({"norm_output": True}, None, "norm_output is True"),
-        ({"target_hidden_size": 64}, None, "target_hidden_size is 64"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, None, "rope_scaling is 'dynamic'"),
-        ({"hidden_act": "gelu"}, None, "hidden_act is 'gelu'"),
-        ({"mask_token_id": 3}, None, "the mask token of P-EAGLE"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, None, "use_aux_hidden_state is False"),
-        ({}, without("d2t", "t2d"), "neither tensor d2t nor t2d says which"),
-        ({}, without("midlayer.hidden_norm.weight"), "tensor midlayer.hidden_norm.weight is missing"),
-        ({}, lambda t: t | {"midlayer.self_attn.q_norm.weight": torch.ones(D)}, "q_norm.weight does not belong"),
-        ({}, lambda t: t | {"embed_tokens.weight": torch.ones(V, H)}, "embed_tokens.weight is not the target's embed"),
-        ({"intermediate_size": 32}, None, r"has shape \(24, 16\), config.json says \(32, 16\)"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]}, None, r"tensor fc.weight has shape"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers is 2, .* only computed with 1"),
+        ({"norm_before_fc": True}, "norm_before_fc is True"),
+        ({"norm_output": True}, "norm_output is True"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_scaling is 'dynamic'"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"mask_token_id": 3}, "the mask token of P-EAGLE"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is False"),
+        ({"tensors": without("d2t", "t2d")}, "neither tensor d2t nor t2d says which"),
+        ({"tensors": without("midlayer.hidden_norm.weight")}, "tensor midlayer.hidden_norm.weight is missing"),
         (
-            {"eagle_aux_hidden_state_layer_ids": [-1, 4, 5]},
-            None,
-            "layer_ids must be a whole number of at least 0, not -1",
+            {"tensors": lambda t: t | {"midlayer.self_attn.q_norm.weight": torch.ones(D)}},
+            "q_norm.weight does not belong",
         ),
-        ({"eagle_aux_hidden_state_layer_ids": ["2", "4", "5"]}, None, "layer_ids must be .*, not '2'"),
-        ({"eagle_config": [1]}, None, r"config.json: an EAGLE-3 draft cannot be read from it"),
-        ({"partial_rotary_factor": 0.5}, None, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, None, "quantization_config is {'quant_method': 'awq'}"),
-        ({}, lambda t: t | {"d2t": t["d2t"].float()}, "tensor d2t must hold whole numbers"),
-        ({"draft_vocab_size": V}, lambda t: t | FULL, "its head has all 32 tokens, but tensor d2t moves some of them"),
+        (
+            {"tensors": lambda t: t | {"embed_tokens.weight": torch.ones(V, H)}},
+            "embed_tokens.weight is not the target's embed",
+        ),
+        ({"intermediate_size": 32}, r"has shape \(24, 16\), config.json says \(32, 16\)"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5, 8]}, r"tensor fc.weight has shape"),
+        ({"eagle_aux_hidden_state_layer_ids": [-1, 4, 5]}, "layer_ids must be a whole number of at least 0, not -1"),
+        ({"eagle_aux_hidden_state_layer_ids": ["2", "4", "5"]}, "layer_ids must be .*, not '2'"),
+        ({"eagle_config": [1]}, r"config.json: an EAGLE-3 draft cannot be read from it"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is {'quant_method': 'awq'}"),
+        ({"tensors": lambda t: t | {"d2t": t["d2t"].float()}}, "tensor d2t must hold whole numbers"),
+        (
+            {"draft_vocab_size": V, "tensors": lambda t: t | FULL},
+            "its head has all 32 tokens, but tensor d2t moves some of them",
+        ),
     ],
 )
 def test_what_our_network_cannot_compute_is_refused_by_name(
-    keys: dict[str, Any], tensors: Any, message: str, tmp_path: Path, target: LlamaForCausalLM
+    keys: dict[str, Any], message: str, tmp_path: Path, target: LlamaForCausalLM
 ) -> None:
-    path = changed(tmp_path / "draft", target, tensors, **keys)
+    path = changed(tmp_path / "draft", **keys)
     with pytest.raises(ValueError, match=message):
         load(path, target)
 
@@ -383,8 +388,7 @@ def block_logits(facts: dict[str, Any], target: LlamaForCausalLM, states: Tensor
     for number in range(2):
 
         def named(name: str, number: int = number) -> Tensor:
-            tensor: Tensor = tensors[f"layers.{number}.{name}.weight"]
-            return tensor
+            return tensors[f"layers.{number}.{name}.weight"]
 
         read = rms(x, named("input_layernorm"))
         both = torch.cat((context, read))
@@ -408,7 +412,7 @@ def block_logits(facts: dict[str, Any], target: LlamaForCausalLM, states: Tensor
 def test_block_logits_are_those_of_the_layout(layout: Any, tmp_path: Path, target: LlamaForCausalLM) -> None:
     """Layers are numbered by their outputs; a block of four tokens drafts three."""
     path, facts = layout(tmp_path / "draft")
-    network, _, _ = load_draft(path, network=kind_of("block").network_class, model=target)
+    network = network_of(path, "block", target)
     layers = [number + 1 for number in IDS_OF_LAYERS]
     assert read(path).kind == "block" and network.config.depths == SIZE - 1 and [*network.config.layers] == layers
     shared = not {"lm_head.weight", "mask_embedding"} & network.state_dict().keys()
@@ -432,8 +436,8 @@ def test_a_block_draft_serves_and_its_export_has_the_same_tensors(
     path, facts = layout(tmp_path / "draft")
     before = load(path, target).generate([[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=12, seed=3)
     assert sum(before.stats.drafted) > 0
-    network, _, _ = load_draft(path, network=kind_of("block").network_class, model=target)
-    about = Metadata({"name": "the-target", "config": None, "tokenizer": None}, 3, kind="block")
+    network = network_of(path, "block", target)
+    about = Metadata(TARGET, 3, kind="block")
     saved = save(network, None, tmp_path / "saved", about, None)
     after = load(saved, target).generate([[1, 2, 3], [4, 5, 6, 7]], max_new_tokens=12, seed=3)
     assert after.tokens == before.tokens and after.stats.accepted == before.stats.accepted
@@ -512,7 +516,7 @@ def test_medusa_heads_are_those_of_the_layout(layout: Any, tmp_path: Path, targe
     tensors = {(i, j, part): drawn(*size) for i in range(3) for j in range(2) for part, size in parts.items()}
     path = layout(tmp_path / "draft", target, tensors)
     assert read(path).kind == "medusa"
-    network, _, _ = load_draft(path, network=kind_of("medusa").network_class, model=target)
+    network = network_of(path, "medusa", target)
     states = target(IDS, output_hidden_states=True).hidden_states[-1]
     guesses = student_class("medusa")(network, target, V).guesses({"ids": IDS}, Seen({-1: states}))
     assert len(guesses) == 3
@@ -532,8 +536,7 @@ def test_medusa_heads_with_an_output_head_of_their_own_are_refused(tmp_path: Pat
     tensors: Any = {(i, j, "weight"): drawn(H, H) for i in range(3) for j in range(2)}
     path = vllm_medusa(tmp_path / "draft", target, tensors)
     stored = load_file(path / "model.safetensors")
-    layout = published(path)
-    assert layout and not imported(layout, target)[0].state_dict()["bias"].any()  # none in the file
+    assert not imported(published(path), target)[0].state_dict()["bias"].any()  # none in the file
     save_file(stored | {"lm_heads.0.weight": drawn(V, H)}, path / "model.safetensors")
     with pytest.raises(ValueError, match="lm_heads.0.weight is not the target's output head"):
         load(path, target)
@@ -552,7 +555,7 @@ def test_a_broken_embedding_of_the_mask_is_named(content: Any, tmp_path: Path, t
     file = path / "mask_embedding.pt"
     file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
     with pytest.raises(ValueError, match=f"^{file} (cannot be read as tensors|has no tensor named embedding)"):
-        load_draft(path, network=kind_of("block").network_class, model=target)
+        network_of(path, "block", target)
 
 
 def test_the_dtype_is_that_of_the_tensors_that_are_read(tmp_path: Path, target: LlamaForCausalLM) -> None:
@@ -562,7 +565,6 @@ def test_the_dtype_is_that_of_the_tensors_that_are_read(tmp_path: Path, target: 
         tmp_path / "draft", BLOCK | {"is_causal": True}, {"confidence_head.proj.weight": torch.ones(1, H)} | named
     )
     layout = published(path)
-    assert layout is not None
     for asked, wanted in ((None, torch.bfloat16), (torch.float32, torch.float32)):
         network = imported(layout, target, asked)[0]
         assert {tensor.dtype for name, tensor in network.state_dict().items() if tensor.is_floating_point()} == {wanted}
@@ -576,6 +578,5 @@ def test_an_index_of_weights_is_read_before_a_pickled_file(tmp_path: Path, targe
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-1.safetensors")}
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     (path / "pytorch_model.bin").write_bytes(b"other")
-    layout = published(path)
-    assert layout is not None and layout.files() == [path / "model-1.safetensors"]
+    assert published(path).files() == [path / "model-1.safetensors"]
     assert load(path, target).generate([[1, 2, 3]], max_new_tokens=4).stats.tokens == 4

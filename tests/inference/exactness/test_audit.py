@@ -225,11 +225,10 @@ def test_distributions_are_those_of_the_settings_and_gaps_those_of_the_logits() 
         with torch.no_grad():
             logits = model(ids).logits[0, 1:]
         third = logits.topk(3).values[:, 2:]
-        assert found is not None
         torch.testing.assert_close(found.float(), logits.masked_fill(logits < third, -math.inf).mul(2).softmax(-1))
         if model is target:
             below = (third - logits.gather(-1, one.x[:, None])) / logits.square().mean(-1, keepdim=True).sqrt()
-            assert one.gap is not None and (one.gap > 0).sum() > 5
+            assert (one.gap > 0).sum() > 5
             torch.testing.assert_close(one.gap.float(), below.clamp(min=0).squeeze(-1))
 
 

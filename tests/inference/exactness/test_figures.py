@@ -56,7 +56,6 @@ def known() -> tuple[Figures, Emitted]:
 def test_calls_are_those_that_texts_must_cost() -> None:
     figures, texts = known()
     check = check_calls(figures, texts, "token")
-    assert check is not None
     means, variances = zip(*(by_hand(figures, b) for b in range(2)), strict=True)
     assert check.predicted == pytest.approx(sum(means)) and check.near == 3
     assert check.sigma == pytest.approx(math.sqrt(sum(variances) + 3))
@@ -69,13 +68,12 @@ def test_depth_one_is_judged_at_the_starts_of_rounds_that_drafted() -> None:
     began = [(0, 0), (0, 3), (1, 0), (1, 2)]
     alpha = [float(figures.alpha[place]) for place in began]
     check = check_depth(figures, texts)
-    assert check is not None
     assert (check.rounds, check.accepted) == (4, 2)
     assert check.alpha == pytest.approx(sum(alpha) / 4)
     # near ties at (0, 0) of the target and at (0, 3) of the draft: both drafts may be those that were accepted
     assert check.chance == pytest.approx(1)
     more = check_depth(figures, texts._replace(counts=[replace(one, accepted=[2, 1]) for one in texts.counts]))
-    assert more is not None and more.chance == pytest.approx(alpha[2] * alpha[3], abs=1e-4)
+    assert more.chance == pytest.approx(alpha[2] * alpha[3], abs=1e-4)
 
 
 def test_the_distribution_of_accepted_drafts_is_that_of_coins_of_each_probability() -> None:

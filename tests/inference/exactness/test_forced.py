@@ -82,7 +82,7 @@ def test_no_operator_draws_in_the_place_of_the_text(kind: str) -> None:
         texts = emitted(engine, PROMPTS, NEW)
     assert ("inference::chain" in {event.key for event in profile.key_averages()}) == (kind == "hybrid")
     result = check(engine, texts, Sampling(), NEW)
-    assert result.passed and result.calls is not None, result.lines()
+    assert result.passed, result.lines()
     tau = len(PROMPTS) * NEW / sum(row.target_calls for row in texts.counts)
     assert abs(result.calls.tau / tau - 1) < 0.1
 
@@ -105,7 +105,7 @@ class Table(Proposer):
 def test_drafts_without_a_distribution_end_their_round(rule: str) -> None:
     engine, texts = run(lambda _: Table(), rule=rule)
     result = check(engine, texts, Sampling(), NEW)
-    assert result.passed and result.calls is not None and result.calls.tau > 1.1, result.lines()
+    assert result.passed and result.calls.tau > 1.1, result.lines()
 
 
 def test_texts_have_tokens_that_a_pruned_draft_lacks() -> None:

@@ -101,7 +101,7 @@ def test_the_width_is_reported_when_time_is_over() -> None:
     late = timed(noisy(2.0, 1.0, 0), Wanted(30, 0.01, until=-1.0))[1]
     assert late.batches == FEWEST
     few = timed(noisy(2.0, 0.0001, 0), Wanted(30, 0.1, until=-1.0))[1]
-    assert few.within is not None and few.within < 0.1 and not few.enough  # so few know nothing for sure
+    assert few.within < 0.1 and not few.enough  # so few know nothing for sure
 
 
 def test_without_a_limit_exactly_the_given_batches_are_timed() -> None:

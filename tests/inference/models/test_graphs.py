@@ -18,9 +18,7 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.proposers.base import Host
 from tests import standin
-from tests.tiny import near, tiny
-
-PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+from tests.tiny import PROMPTS, near, tiny
 
 
 @pytest.fixture(autouse=True)

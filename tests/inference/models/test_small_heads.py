@@ -21,6 +21,7 @@ from inference.models.small_heads import VOCABULARY, LowRank, SmallHead, factors
 from inference.proposers import Independent, Parallel
 from tests import kinds
 from tests.inference.models.test_llama import WIDE, build
+from tests.inference.models.test_packing import needs_kernels
 from tests.often import often
 from tests.tiny import near, tiny
 
@@ -133,7 +134,7 @@ def test_few_operations_give_the_models_own_logits(tokens, rank):
     assert weight_bytes(LM(network, 2)) == (8 * count, count)
 
 
-@pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
+@needs_kernels
 @pytest.mark.parametrize(("tokens", "rank"), [(16, None), (None, 16), (16, 16)])
 def test_eight_bits_round_both_matrices(tokens, rank):
     network = kinds.small(build("Llama", WIDE, torch.bfloat16), tokens, rank)

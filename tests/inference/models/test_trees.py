@@ -17,15 +17,12 @@ from tests import tiny as tinies
 from tests.inference import test_families as families
 from tests.inference.test_tree_families import TWELVE
 from tests.often import often
+from tests.trees import path_of
 
 TEXTS = [[3, 5, 7, 3, 5, 1, 30, 2, 9], [4, 0, 4], [12, 13, 14, 15, 16, 17, 18]]
 START = [len(text) - 1 for text in TEXTS]
 PARENTS = [-1, 0, -1, 2, 1, 3, 3, 6]  # node 1 hangs on 0, 4 on 1; 3 on 2, 5 and 6 on 3, 7 on 6
 PATH = [2, 3, 6, 7]
-
-
-def path_of(parents: list[int], node: int) -> list[int]:
-    return [] if node < 0 else [*path_of(parents, parents[node]), node]
 
 
 def test_depths_and_ancestors_are_those_of_the_parents() -> None:

@@ -123,7 +123,6 @@ def test_greedy_drafts_are_the_scaled_argmax() -> None:
 def test_a_part_of_the_slots_is_read_with_its_own_scales(stock: bool) -> None:
     """Those of the slots that a pass is of, which need not begin at the first."""
     lm = LM(tiny(), 3, stock=stock, scaled=True)
-    assert lm.scale is not None
     lm.scale.normal_()
     with torch.inference_mode():
         whole = lm.forward(IDS[:, :4], [0, 0, 0]).logits.clone()

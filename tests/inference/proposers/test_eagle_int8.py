@@ -1,7 +1,6 @@
 """Drafts over states on a CPU, with weights of 8 bits."""
 
 import copy
-import shutil
 from typing import Any
 
 import pytest
@@ -18,11 +17,11 @@ from inference.policy import Fixed
 from inference.proposers.eagle import Eagle
 from inference.proposers.quantised import round_bits
 from tests import kinds
+from tests.inference.models.test_packing import needs_kernels
 from tests.often import often
-from tests.tiny import tiny
+from tests.tiny import PROMPTS, tiny
 
-pytestmark = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
-PROMPTS = [[i % 30 + 1 for i in range(n)] for n in (3, 9, 1, 6, 14)]
+pytestmark = needs_kernels
 WHOLE: dict[str, Any] = {"max_new_tokens": [14, 4, 22, 9, 16], "seed": 2, "ignore_eos": True}
 
 

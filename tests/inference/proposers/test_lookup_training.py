@@ -40,7 +40,7 @@ def test_kinds_with_look_up_are_trained_measured_and_served(kind: str, place: Pa
     proposer = engine.proposer
     retrieval = proposer.retrieval if isinstance(proposer, Hybrid) else proposer
     assert isinstance(retrieval, Retrieval) and retrieval.shortest == 1
-    assert retrieval.datastore is not None and retrieval.datastore.about.documents > 100
+    assert retrieval.datastore.about.documents > 100
     if kind == "hybrid":
         assert proposer.gate == Gate.of_json(config["lookup"]["gate"]) != Gate.uncalibrated()
         assert len(proposer.gate.lookup[1][3]) == 2  # of the longest drafts that are timed

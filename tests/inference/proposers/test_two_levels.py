@@ -92,8 +92,7 @@ class Other(Quantised):
 def on_targets_cache(target: Any, middle: Any, text: list[int], held: int) -> Tensor:
     """The logits (V,) of `middle` after a text, of whose first `held` tokens it reads the target's keys and values."""
     past = target(torch.tensor([text[:held]]), use_cache=True).past_key_values if held else None
-    logits: Tensor = middle(torch.tensor([text[held:]]), past_key_values=past).logits[0, -1]
-    return logits
+    return middle(torch.tensor([text[held:]]), past_key_values=past).logits[0, -1]
 
 
 class GivenNumbers(DecodingRound):
@@ -120,7 +119,7 @@ def drafted(k: int, inner: int, rule: str) -> tuple[Tensor, Tensor]:
     round.given = given
     with torch.inference_mode():
         x, q, lengths, _ = proposer.propose(round)
-    assert lengths == [k] * rows and q is not None and x.shape[1] == k
+    assert lengths == [k] * rows and x.shape[1] == k
     return x, q
 
 
@@ -187,7 +186,6 @@ def test_every_distribution_is_that_of_its_model_given_the_text(
         proposal = propose(round)
         for b, k in enumerate(proposal.k):
             for i in range(k):
-                assert proposal.q is not None
                 text = [*round.texts[b], *proposal.x[b, :i].tolist()]
                 torch.testing.assert_close(
                     proposal.q[b, i], probs(guesses(torch.tensor([text])).logits[0, -1]), rtol=1e-9, atol=1e-9
@@ -255,7 +253,6 @@ def test_distributions_of_rows_that_read_history_are_penalised_by_what_was_draft
             text = [*outer.round.texts[0], *proposal.x[0, :i].tolist()]
             logits = on_targets_cache(target, proposer.model.model, text, len(outer.round.texts[0]) - 1)
             distribution = probs(process(logits[None], [text], [len(text) - len(PROMPTS[0])], own), own)[0]
-            assert proposal.q is not None
             torch.testing.assert_close(proposal.q[0, i].double(), distribution.double(), rtol=1e-5, atol=1e-6)
             seen.append(1)
         return proposal

@@ -179,7 +179,6 @@ def test_figures_of_a_report_are_those_of_the_timing() -> None:
     assert (settings["prompts"], settings["target_dtype"], settings["draft_dtype"]) == (3, "float64", "float32")
     assert [settings[name] for name in ("repeats", "max_new_tokens", "rows", "verify")] == [1, 5, 2, "token"]
     ours, acceptance = timed.stats("ours"), built["acceptance"]
-    assert ours is not None
     assert (acceptance["drafted"], acceptance["accepted"]) == (ours.drafted, ours.accepted)
     for name, below in (("prefix", ours.drafted), ("conditional", ours.tried)):
         assert acceptance[name]["measured"] == [a / b for a, b in zip(ours.accepted, below, strict=True)]

@@ -124,18 +124,7 @@ def test_the_token_that_ended_a_text_is_read(
     assert (result.finish, result.end) == ("stop", end if isinstance(end, int) else None)
 
 
-OPENAI = {
-    "model",
-    "prompt",
-    "n",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "key",
-}
+OPENAI = {*"model prompt n max_tokens temperature top_p presence_penalty frequency_penalty seed key".split()}
 OTHER = {
     "temperature": 0.7,
     "top_k": 7,

@@ -1,7 +1,6 @@
 """The operator that verifies a round on a CPU does what the rules in Python do."""
 
 import math
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,10 @@ from inference.proposers.retrieval import Retrieval
 from inference.sampling import draw, probs
 from inference.verify import chain
 from inference.verify.rules import RULES
+from tests.inference.models.test_packing import needs_kernels
 from tests.inference.test_every_proposer import Uneven
 from tests.tiny import tiny
 
-needs_kernels = pytest.mark.skipif(shutil.which(packing.compiler()) is None, reason="no C++ compiler")
 A, K = 8, 3
 OTHERS = [Sampling(0.8, top_k=5), Sampling(0.8, min_p=0.2), Sampling(repetition_penalty=1.3)]
 SAMPLING = [Sampling(t, top_p=p) for t in (1.0, 0.3, 0.0, 2.0) for p in (1.0, 0.8)]
