@@ -113,9 +113,11 @@ def student_quantile(confidence: float, freedom: int) -> float:
     """Return Student's quantile for a confidence above .5. It is computed by numerical integration of P(|t| <= x) in
     double precision. freedom: degrees of freedom."""
     angle = torch.linspace(0, math.pi / 2, 200_001, dtype=torch.float64)  # t = sqrt(freedom) * tan(angle)
-    mass = torch.cumulative_trapezoid(angle.cos().pow(freedom - 1), angle)
+    density = angle.cos().pow(freedom - 1)
+    mass = torch.cumulative_trapezoid(density, angle)
     share = mass / mass[-1]  # P(|t| <= sqrt(freedom) tan(angle))
-    return math.sqrt(freedom) * math.tan(float(angle[int(torch.searchsorted(share, 2 * confidence - 1)) + 1]))
+    at = int(torch.searchsorted(share, 2 * confidence - 1))
+    return math.sqrt(freedom) * math.tan(float(angle[at + 1]))
 
 
 def movement_figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:

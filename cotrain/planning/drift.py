@@ -207,14 +207,16 @@ def drift(plan: PlannedTau, counters: Served) -> Drift:
     error = math.hypot(spread, plan.errors[k])
     z = (tau - forecast) / error if error else math.copysign(math.inf, tau - forecast) if tau != forecast else 0.0
     drifts = abs(z) > SIGMAS and abs(tau / forecast - 1) > SMALL
-    return Drift(plan.draft, nearest, k, tau, forecast, z, _cause(profiles, at, nearest, shares) if drifts else None)
+    cause = _cause(profiles, at, nearest, shares) if drifts else None
+    return Drift(plan.draft, nearest, k, tau, forecast, z, cause)
 
 
 def _error(shares: Sequence[float], rounds: int) -> float:
     """Return the standard error of the mean number of accepted drafts over `rounds` rounds. A round accepts 0 .. K
     drafts; the variance is sum_d (2 d - 1) P(at least d) - mean^2. shares (K,): P(at least d) for d = 1 .. K."""
     mean = sum(shares)
-    return math.sqrt(max(sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1)) - mean**2, 0.0) / rounds)
+    square = sum((2 * depth - 1) * share for depth, share in enumerate(shares, 1))
+    return math.sqrt(max(square - mean**2, 0.0) / rounds)
 
 
 def _cause(profiles: Mapping[float, Sequence[float]], planned: float, nearest: float, shares: Sequence[float]) -> str:

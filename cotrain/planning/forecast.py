@@ -261,7 +261,8 @@ def error_of_sum(values: Tensor) -> float:
 def mean_acceptance(figures: Figures) -> float:
     """Return the mean acceptance of the first draft of a round, over the tokens of all texts. figures: the
     probabilities of both models on the texts."""
-    return float(figures.first(figures.alpha)[torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]].mean())
+    inside = torch.arange(figures.logp.shape[1]) < figures.lengths[:, None]
+    return float(figures.first(figures.alpha)[inside].mean())
 
 
 def stops_paying(forecasts: Mapping[int, Forecast]) -> int | None:

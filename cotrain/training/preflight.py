@@ -278,11 +278,13 @@ def _training(cfg: TrainConfig, known: RunOutline, machine: MachineSpeed, big: i
     adapter, and with it and gradients."""
     texts = cfg.trainer.accumulate * cfg.trainer.batch / cfg.trainer.processes
     sampled, given = _texts(cfg, known)
-    alone, joint = 0.0, cfg.mode == "joint"
-    for steps in (cfg.trainer.steps, cfg.joint.warm_steps * joint):
+    alone = 0.0
+    for steps in (cfg.trainer.steps, *([cfg.joint.warm_steps] if cfg.mode == "joint" else [])):
         corpus = min(cfg.trainer.corpus_steps, steps)
         alone += machine.work(big + 3.0 * small, texts * (corpus * given + (steps - corpus) * sampled))
-    return alone + joint * machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
+    if cfg.mode != "joint":
+        return alone
+    return alone + machine.work(4.0 * big + 3.0 * small, texts * cfg.joint.steps * sampled)
 
 
 def _count(cfg: TrainConfig, known: RunOutline, split: str) -> int:
