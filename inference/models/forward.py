@@ -22,7 +22,8 @@ from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
 FORMS = ("kinds", "near", "one")
-NEAR = 2048  # slots that a long pass reads: with more, torch's own attention takes less time than that of `kernels.cpp`
+NEAR = 1024  # slots that a long pass reads: with more, torch's own attention takes less time than that of `kernels.cpp`
+LANES = 16  # numbers that a CPU's instruction takes at once: that attention is slow for heads of other multiples
 Origin = tuple[list[tuple[int, int]], bytes]
 
 
@@ -210,9 +211,10 @@ class Lean:
         self.weights, self.shape = prepared(self.model, self.change), llama.shape_of(self.model)
         self.flat = llama.of_kernel(self.weights.layers, self.weights.norm)
         # many ids take less time by products in half precision than in float32: by those of `kernels.cpp` if they round
-        # (with AMX the CPU's own are faster), else by the CPU's own
+        # (not with AMX, for which the CPU's own are made), else by the CPU's own
         own = self.change is llama.packed and self.dtype != self.model.dtype and not emulated(self.model.dtype)
-        self.long = own and packing.rounds(self.model.dtype) and not torch.cpu._is_amx_tile_supported()
+        fit = self.shape.size % LANES == 0 and not torch.cpu._is_amx_tile_supported()
+        self.long = own and fit and packing.rounds(self.model.dtype)
         self.prompts = prepared(self.model, None) if own else self.weights
         self.parameters = list(self.model.parameters())
         self.state = llama.state(self.model, self.parameters)  # joining projections may have moved them

@@ -104,7 +104,7 @@ inline void widen(const char* from, Floats& first, Floats& second) {
 inline Whole widen(const char* from) {
 #if defined(__AVX512BW__)
   return (Whole)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return (Whole)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   typedef int8_t Bytes __attribute__((vector_size(2 * W)));
@@ -121,7 +121,7 @@ inline Whole dot(Whole sum, Whole one, Whole other) {
   return (Whole)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)one, (__m512i)other);
 #elif defined(__AVX512BW__)
   return sum + (Whole)_mm512_madd_epi16((__m512i)one, (__m512i)other);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && !defined(__AVX512F__)
   return sum + (Whole)_mm256_madd_epi16((__m256i)one, (__m256i)other);
 #else
   return sum + (one << 16 >> 16) * (other << 16 >> 16) + (one >> 16) * (other >> 16);

@@ -7,8 +7,8 @@ from its own only in the order of sums. (Weights in 8 bits are multiplied by x r
 reads half of the bytes or a quarter, and a few ids take little more time than one (`docs/measurements/smollm2.md`). On
 a CPU with instructions for bfloat16, products of a model in bfloat16 round what they multiply to bfloat16, as the
 model's own do, and sum in float32: many ids take half of the time. A row's product is then the same beside any others,
-bit for bit, so passes give the same logits whatever they read at once: up to 16 ids a row and, on a CPU without AMX, up
-to a prompt of 2048. The kernels are compiled once per machine, by the machine's C++ compiler.
+bit for bit, so passes of up to 16 ids a row give the same logits. So do longer ones on a CPU without AMX, while no row
+of the pass reads more than 1,024 slots. The kernels are compiled once per machine, by the machine's C++ compiler.
 """
 
 import copy

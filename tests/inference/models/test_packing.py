@@ -458,6 +458,31 @@ def test_one_operator_drafts_a_chain(size, sampling, settings, applies, monkeypa
 
 
 @needs_kernels
+def test_rows_of_a_chain_are_drawn_as_alone():
+    """With other temperatures and tails, also where only a sort knows the tail of equal logits. Rows without a
+    distribution have none."""
+    model, ids = halved(tiny(hidden=32)), torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
+    model.lm_head.weight.data.copy_(model.lm_head.weight[::8].repeat_interleave(8, 0))
+    u, settings = torch.rand(4, 5, dtype=torch.float64), torch.tensor([[0.5, 1, 2, 1.5], [0, 0.4, 0.7, 0.6]]).double()
+
+    def chain(rows: list[int], heat: torch.Tensor, tails: torch.Tensor) -> Any:
+        zeros = torch.zeros(len(rows), dtype=torch.int64)
+        draws = ChainDraws(u[rows], heat[rows], tails[rows])
+        return LM(model, 4).chain(ids[rows], zeros, zeros + 1, draws, 3, 5)
+
+    x, q = chain([0, 1, 2, 3], *settings)
+    for a in range(4):
+        torch.testing.assert_close(chain([a], *settings), (x[a : a + 1], q[a : a + 1]), rtol=1e-4, atol=1e-6)
+        logits, (heat, tail) = LM(model, 1).forward(ids[a : a + 1], [0]).logits[0, -1], settings[:, a].tolist()
+        expected = distributions.keep_top_p(logits / heat, 1 - tail).softmax(-1)
+        torch.testing.assert_close(q[a, 0], expected, rtol=1e-5, atol=1e-6)
+        assert distributions.draw(q[a], u[a, :3]).tolist() == x[a].tolist()
+    model.model.norm.weight.data[3] = math.nan
+    for given in (settings, torch.empty(2, 4, 0)):  # also the likeliest tokens
+        assert chain([0, 1, 2, 3], *given)[1].isnan().all()
+
+
+@needs_kernels
 def test_scaled_states_are_not_drafted_by_one_operator():
     ids, round = torch.tensor([[1, 2]]), ChainDraws(torch.rand(1, 2), torch.ones(1), torch.empty(0))
     for scaled in (True, False):

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from inference import Engine, Sampling
+from inference.models import checksum as checksums
 from inference.models import packing
 from inference.models.checksum import checksum
 from inference.models.lm import LM
@@ -224,6 +225,18 @@ def test_an_engine_that_was_not_changed_prepares_nothing_again():
     target, draft = engine.target, engine.proposer.lm
     texts(engine)
     assert (engine.target, engine.proposer.lm) == (target, draft)
+
+
+@pytest.mark.parametrize("bits", ["int8", "nf4"])
+def test_a_draft_in_fewer_bits_leaves_comparing_to_the_engine(bits, monkeypatch):
+    """Once a call. Engines that take turns with a draft have their own text."""
+    model, looks, look = tiny(), [], checksums._checksum
+    draft = Quantised(model, bits)
+    one, other = (Engine(model, draft, policy=Fixed(3), rows=2) for _ in range(2))
+    assert texts(one) == texts(other) == texts(one)
+    monkeypatch.setattr(checksums, "_checksum", lambda *given, **named: looks.append(given) or look(*given, **named))
+    texts(one)
+    assert len(looks) == 1
 
 
 def exiting(target):
