@@ -462,7 +462,7 @@ def test_rows_of_a_chain_are_drawn_as_alone():
     """With other temperatures and tails, also where only a sort knows the tail of equal logits. Rows without a
     distribution have none."""
     model, ids = halved(tiny(hidden=32)), torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]])
-    model.lm_head.weight.data.copy_(model.lm_head.weight[::8].repeat_interleave(8, 0))
+    model.lm_head.weight.data.copy_(model.lm_head.weight[::8].repeat_interleave(8, 0) / 16)
     u, settings = torch.rand(4, 5, dtype=torch.float64), torch.tensor([[0.5, 1, 2, 1.5], [0, 0.4, 0.7, 0.6]]).double()
 
     def chain(rows: list[int], heat: torch.Tensor, tails: torch.Tensor) -> Any:
