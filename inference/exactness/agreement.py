@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 
 from inference.exactness.teacher_forced import Parents, depth_of, rms, teacher_forced
 from inference.models.encoder_decoder import own_inputs
+from inference.models.llama import INT8_ROWS
 from inference.models.lm import LM
-from inference.models.pretrained import own_logits
+from inference.models.pretrained import own_logits, quantisation_of
 from inference.sampling import Sampling
 from inference.source import source_in_text
 
@@ -169,9 +170,11 @@ def most(model: PreTrainedModel) -> float:
 
 def step(model: PreTrainedModel) -> float:
     """Return one unit in the last place of the number 1, in the dtype of the model's products. For float64 return a
-    tenth of float32's unit, since transformers computes norms in float32."""
+    tenth of float32's unit, since transformers computes norms in float32. For weights in `INT8_ROWS` it is at least
+    that of a number of 16 bits, since a kernel multiplies them by such numbers."""
     dtype = _unit(model)
-    return torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
+    unit = torch.finfo(torch.float32).eps / 10 if dtype == torch.float64 else torch.finfo(dtype).eps
+    return max(unit, 2.0**-15) if quantisation_of(model.config) == INT8_ROWS else unit
 
 
 def _unit(model: PreTrainedModel) -> torch.dtype:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from inference import Engine
 from inference.exactness import agreement
@@ -77,9 +78,8 @@ def test_rounded_weights_are_judged_by_the_dtype_of_their_products(
     device: torch.device, flags: tuple[bool, bool], unit: torch.dtype
 ) -> None:
     """bitsandbytes multiplies 8 bits by 8 bits everywhere, and one row by 4 bits in bfloat16 on CPUs that can."""
-    model: Any = SimpleNamespace(
-        dtype=torch.float32, device=device, is_loaded_in_8bit=flags[0], is_loaded_in_4bit=flags[1]
-    )
+    loaded = {"is_loaded_in_8bit": flags[0], "is_loaded_in_4bit": flags[1]}
+    model: Any = SimpleNamespace(dtype=torch.float32, device=device, config=PretrainedConfig(), **loaded)
     assert (most(model), step(model)) == (MOST[unit], torch.finfo(unit).eps)
 
 
