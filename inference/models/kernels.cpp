@@ -60,6 +60,17 @@ inline Floats load(const float* from) {
   return to;
 }
 
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+constexpr float NEAREST = 12582912.f;  // 1.5 2^23: the last bits of its sum with a number are the nearest whole number
+
+// W numbers of n; `missing` in the place of those that are not there
+inline Floats some_of(const float* from, int64_t n, float missing = NONE) {
+  if (n >= W) return load(from);
+  Floats some = Floats{} + missing;
+  std::memcpy(&some, from, n * sizeof(float));
+  return some;
+}
+
 enum Kind { BRAIN, HALF, BYTE, ROUNDED };  // bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16
 
 template <Kind kind>
@@ -212,11 +223,7 @@ struct Rounded {
     for (int64_t r = 0; r < rows; r++, x += in) {
       Floats largest = {}, nothing = {};
       for (int64_t i = 0; i < in; i += W) {
-        Floats some = {};
-        if (i + W <= in)
-          some = load(x + i);
-        else
-          std::memcpy(&some, x + i, (in - i) * sizeof(float));
+        Floats some = some_of(x + i, in - i, 0);
         nothing += some * 0.f;
         some = some < 0.f ? -some : some;
         largest = some > largest ? some : largest;
@@ -225,8 +232,7 @@ struct Rounded {
       for (int w = 0; w < W; w++) most = std::max(most, largest[w]), lost += nothing[w];
       scales[r] = most / LARGEST + lost;
       const float factor = most > 0 ? LARGEST / most : 0;
-      for (int64_t i = 0; i < in; i++)  // 1.5 2^23: the sum's last bits are the nearest whole number
-        whole[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(x[i] * factor + 12582912.f));
+      for (int64_t i = 0; i < in; i++) whole[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(x[i] * factor + NEAREST));
       std::memcpy(words.data() + r * even(in) / 2, whole.data(), even(in) * sizeof(int16_t));
     }
   }
@@ -413,8 +419,8 @@ inline Floats exp(Floats x) {
   const Floats given = x;
   x = x < -87.f ? Floats{} - 87.f : x;
   x = x > 88.f ? Floats{} + 88.f : x;
-  const Floats shifted = x * 1.44269504f + 12582912.f;  // 1.5 2^23: the sum's last bits are the nearest whole number
-  const Floats whole = shifted - 12582912.f, rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
+  const Floats shifted = x * 1.44269504f + NEAREST;
+  const Floats whole = shifted - NEAREST, rest = (x - whole * 0.693145752f) - whole * 1.42860677e-6f;
   Floats sum = rest * (1 / 5040.f) + 1 / 720.f;
   sum = sum * rest + 1 / 120.f;
   sum = sum * rest + 1 / 24.f;
@@ -434,24 +440,13 @@ void each_of(float* x, int64_t n, const F& f) {
     std::memcpy(x + i, &some, sizeof some);
   }
   if (i == n) return;
-  Floats some = {};
-  std::memcpy(&some, x + i, (n - i) * sizeof(float));
-  some = f(some);
+  const Floats some = f(some_of(x + i, n - i, 0));
   std::memcpy(x + i, &some, (n - i) * sizeof(float));
 }
 
 constexpr double NEAR = 1e-4;  // relative error of a sum in float32 over a vocabulary, at most
 constexpr int64_t PART = 32 * W;
 constexpr float FAR = 40;  // a nucleus with tokens so far below the likeliest ends by a sort
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-// W numbers of n; -inf in the place of those that are missing
-inline Floats some_of(const float* from, int64_t n) {
-  if (n >= W) return load(from);
-  Floats some = Floats{} + NONE;
-  std::memcpy(&some, from, n * sizeof(float));
-  return some;
-}
 
 // The largest of n numbers; NaN does not count
 float largest(const float* x, int64_t n) {

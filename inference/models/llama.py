@@ -496,9 +496,8 @@ def packed_layer(first: Tensor, second: Tensor, products: Sequence[Sequence[nn.L
     """
     with torch.inference_mode(first.is_inference()), torch.no_grad():
         qkv, out, gate_up, down = (_joined(linears) for linears in products)
-        return _changed(
-            Layer(first.data, qkv, None, None, out, second.data, gate_up, down), _rounded if int8 else _packed
-        )
+        layer = Layer(first.data, qkv, None, None, out, second.data, gate_up, down)
+        return _changed(layer, _rounded if int8 else _packed)
 
 
 def packed(weights: Weights) -> Weights:

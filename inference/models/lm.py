@@ -236,9 +236,8 @@ class LM:
             return None
         window = Window(0, len(ids), ids, None, limit)
         self.cache.aim(window)
-        return self.run.drafts(
-            round, name, run, given, ids, window, K, greedy, partial(fitted, vocabulary=self.vocabulary)
-        )
+        fit = partial(fitted, vocabulary=self.vocabulary)
+        return self.run.drafts(round, name, run, given, ids, window, K, greedy, fit)
 
     @property
     def chains(self) -> bool:

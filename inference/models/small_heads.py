@@ -77,7 +77,8 @@ def factors(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     squares, vectors = torch.linalg.eigh(products)  # in rising order
     root = squares[-rank:].flip(0).clamp(min=0).pow(0.25)
     basis = vectors[:, -rank:].flip(1)
-    inverse = torch.where(root > squares[-1].clamp(min=0).pow(0.25) * 1e-8, 1 / root, 0.0)
+    least = squares[-1].clamp(min=0).pow(0.25) * 1e-8
+    inverse = torch.where(root > least, 1 / root, 0.0)
     up = torch.cat([((part.double() @ basis) * inverse).to(weight.dtype) for part in parts])
     return up, (root.unsqueeze(1) * basis.T).to(weight.dtype)
 
