@@ -10,6 +10,7 @@ from cotrain.config.base import NEW, SCRATCH, Count, Path, Settings, Size, Tempe
 
 ScratchSize = Annotated[Size | None, SCRATCH]
 NewSize = Annotated[Size | None, NEW]
+Bits4 = Annotated[int, allowed("4", lambda value: value == 4)]
 Bits = Annotated[int, allowed("8 (int8) or 4 (nf4)", lambda value: value in (4, 8))]
 
 
@@ -160,20 +161,23 @@ class BlockDraft(_Headed):
 
 
 class EarlyExitDraft(_Started):
-    """The target's first layers, used as the draft. While they draft, a low-rank change is added to their
-    projections."""
+    """The target's first layers, used as the draft. While they draft, a low-rank change is added to their projections,
+    or they have weights of their own in 4 bits, which learn."""
 
     kind: Literal["early_exit"] = "early_exit"
     layers: NewSize = None
     """null: chosen before training, from measured costs and from what linear exits accept."""
     rank: Annotated[Count, NEW] = 16
     """The rank of the change; 0: no change."""
+    bits: Annotated[Bits4 | None, NEW] = None
+    """4: weights in 4 bits, which begin as the target's, rounded (GPTQ), and no low-rank change; null: the target's
+    weights. A CPU reads them in a quarter of the time, so even all of the target's layers can pay: draft.layers= their number."""
     depths: Size | None = 4
     """The number of depths that are trained."""
 
     @property
     def by_depth(self) -> bool:
-        return self.rank > 0
+        return self.rank > 0 or self.bits is not None
 
     def unread(self, run: Any) -> Mapping[str, str]:
         """Return the settings that have no effect in this run, as name -> the reason: those that the run's init= does
@@ -183,7 +187,8 @@ class EarlyExitDraft(_Started):
             "with draft.rank=0 an exit drafts in the same way at every depth: leave out draft.depths=, or set "
             "draft.rank=16"
         )
-        return {**super().unread(run), **({} if self.by_depth else {"depths": alike})}
+        both = {"rank": "with draft.bits=4 there is no low-rank change: leave out draft.rank="} if self.bits else {}
+        return {**super().unread(run), **both, **({} if self.by_depth else {"depths": alike})}
 
 
 class MedusaDraft(_Started):

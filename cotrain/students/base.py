@@ -4,7 +4,7 @@ B texts, T tokens of a text, S tokens of an encoder input, D width of the target
 positions, n states. Position t of a text predicts token t + 1 from tokens 0 .. t; its flat position is b * T + t.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -157,6 +157,11 @@ class Student(Protocol):
     def know(self, counts: Tensor) -> None:
         """Choose the draft.vocabulary= most frequent ids as the draft's vocabulary, in place. counts (V,): how often
         each id occurs in the texts."""
+        return None
+
+    def fit(self, texts: Iterable[Tensor]) -> None:
+        """Set what begins with the training texts, before the first step, in place. texts: their token ids, (n,)
+        each."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:

@@ -9,7 +9,7 @@ each depth 0 .. j.
 B texts, T tokens, K depths, H heads, D size of a head.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from cotrain.losses.guess import chosen, sent
 from cotrain.students.base import Guess, Seen, Student
 from cotrain.students.eagle import places, segments
 from cotrain.students.independent import pretrained_network
+from cotrain.students.rounding import fit_rounding
 from cotrain.teacher.target_model import Read, halves
 from inference.models.pretrained import decoder_layers, sliding_window
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, learning, untrained_exit
@@ -55,13 +56,13 @@ class EarlyExitStudent(Student):
             )
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
-            _refuse_windows(target, network.config.rank)
+            _refuse_windows(target, network.config.changes)
             network.config.depths = draft.depths
             return network
-        _refuse_windows(target, draft.rank)
+        _refuse_windows(target, draft.by_depth)
         layers = draft.layers or candidate_exits(len(decoder_layers(target)))[-1]
         try:
-            return untrained_exit(target, layers, draft.rank, draft.depths)
+            return untrained_exit(target, layers, 0 if draft.bits else draft.rank, draft.depths, draft.bits)
         except ValueError as error:
             raise ValueError(f"draft.layers: {error}") from error
 
@@ -80,12 +81,17 @@ class EarlyExitStudent(Student):
         """Raise ValueError for a target with sliding windows, unless the rank is 0, because training rounds support no
         window."""
         assert self.target is not None
-        _refuse_windows(self.target, self.network.config.rank)
+        _refuse_windows(self.target, self.network.config.changes)
+
+    def fit(self, texts: Iterable[Tensor]) -> None:
+        if self.network.config.bits:
+            assert self.target is not None
+            fit_rounding(self.network, self.target, texts)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         ids, position_ids = batch["ids"], batch.get("position_ids")
         head = halves(self.model, self.vocabulary)[1]
-        if not self.network.config.rank:
+        if not self.network.config.changes:
             return [Guess.everywhere(self.whole(ids, position_ids), head)]
         text, guesses = None if position_ids is None else segments(position_ids), []
         for depth, states in enumerate(self._by_depth(ids, _within(ids, text))):
@@ -119,7 +125,7 @@ class EarlyExitStudent(Student):
 
     def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> EarlyExit:
         """Return the proposer that serves the exit. greedy: draft the most probable tokens. int8: has no effect,
-        because the draft's layers are the target's own. shape: for a tree, the index of each node's parent; None for
+        because draft.bits decides. shape: for a tree, the index of each node's parent; None for
         chains."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, shape=shape)
@@ -139,11 +145,11 @@ def candidate_exits(total: int) -> list[int]:
     return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})
 
 
-def _refuse_windows(target: PreTrainedModel, rank: int) -> None:
-    if rank and sliding_window(target.config.get_text_config()):
+def _refuse_windows(target: PreTrainedModel, changes: bool) -> None:
+    if changes and sliding_window(target.config.get_text_config()):
         raise ValueError(
-            f"draft.rank={rank}: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be "
-            "trained: set draft.rank=0"
+            f"draft.rank: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be trained: "
+            "set draft.rank=0 and draft.bits=null"
         )
 
 

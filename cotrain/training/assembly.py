@@ -23,6 +23,7 @@ from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.progress import Progress
 
+FITTED = 256  # texts by which weights in fewer bits are rounded, at most
 CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
@@ -68,6 +69,13 @@ def prune(job: Job, student: Student, held: HeldOut) -> None:
     if not bool(student.known.all()):
         count, covered = int(student.known.sum()), coverage(held, student.known)
         print(f"the draft's vocabulary has {count} tokens: they cover {100 * covered:.2f} % of the held-out texts")
+
+
+def fit_weights(job: Job, student: Student) -> None:
+    """Let a draft with draft.bits=, which does not begin with a folder, set its weights by the training texts."""
+    if job.cfg.draft.bits and job.cfg.init.kind != "pretrained":
+        learnt = parts(job)[1]
+        student.fit(learnt.ids[i, : int(learnt.length[i])] for i in learnt.evenly(FITTED))
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:

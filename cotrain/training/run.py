@@ -23,7 +23,7 @@ from cotrain.ranks import rank
 from cotrain.rollout.training_texts import Sampled
 from cotrain.teacher.servers import open_servers
 from cotrain.training import exits, results
-from cotrain.training.assembly import foreign, held_out_texts, new_student, prune, trained_by
+from cotrain.training.assembly import fit_weights, foreign, held_out_texts, new_student, prune, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.deadline import PROMPTS, Deadline
 from cotrain.training.fit import START, as_served, fit
@@ -89,6 +89,7 @@ def train(
         refuse_packed(job, student)
         held_out = held_out_texts(job)  # `fit` samples the texts to learn from
         prune(job, student, held_out[cfg.regime.temperature])
+        fit_weights(job, student)
         module = build(job, student, held_out)
         given = foreign(job)
         speed = ranking(job, module) if cfg.measure else None

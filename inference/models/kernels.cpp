@@ -1,11 +1,12 @@
-// Passes of Llama models on a CPU, with states and sums in float32, over weights that are stored in 16 or 8 bits.
+// Passes of Llama models on a CPU, with states and sums in float32, over weights that are stored in 16, 8 or 4 bits.
 // `packing.py` compiles and loads them.
 //
 // A packed weight (panels, in, P) has P outputs side by side, so that one stream of memory is read from beginning to
 // end. In bfloat16 a 32-bit word holds the weights of an output for two inputs. Shifted left it is the float32 number of
 // the first, masked the one of the second. In int8 a 16-bit word holds two weights. They are multiplied by whole numbers
 // of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
-// even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd.
+// even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd. In 4 bits a
+// word holds eight weights, of four pairs of inputs, and each group of inputs has scales of its own.
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -49,10 +50,13 @@ constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
 constexpr int LARGEST = 32767;           // of a rounded x
 constexpr int64_t TERMS = 512;           // of a sum of products with int8: TERMS * 127 * LARGEST is below 2^31
+constexpr int64_t GROUP = 32;            // inputs of a weight in 4 bits that share a scale
+constexpr int64_t GROUP_BYTES = GROUP / 2 + 2;  // of an output: its weights and a scale in bfloat16
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
 typedef int32_t Whole __attribute__((vector_size(4 * W)));
+typedef int16_t Shorts __attribute__((vector_size(4 * W)));
 
 inline Floats load(const float* from) {
   Floats to;
@@ -71,19 +75,22 @@ inline Floats some_of(const float* from, int64_t n, float missing = NONE) {
   return some;
 }
 
-enum Kind { BRAIN, HALF, BYTE, ROUNDED };  // bfloat16, float16, int8; bfloat16 that is multiplied by bfloat16
+// bfloat16, float16, int8, groups of 4 bits; bfloat16 that is multiplied by bfloat16
+enum Kind { BRAIN, HALF, BYTE, NIBBLE, ROUNDED };
 
 template <Kind kind>
-constexpr bool TWO = kind == ROUNDED || kind == BYTE;  // whether two rounded numbers of x are one word
+constexpr bool WHOLE = kind == BYTE || kind == NIBBLE;  // whether products are of whole numbers
+template <Kind kind>
+constexpr bool TWO = kind == ROUNDED || WHOLE<kind>;  // whether two rounded numbers of x are one word
 template <Kind kind>
 using Input = std::conditional_t<TWO<kind>, uint32_t, float>;
 template <Kind kind>
-using Sum = std::conditional_t<kind == BYTE, Whole, Floats>;
+using Sum = std::conditional_t<WHOLE<kind>, Whole, Floats>;
 
 template <Kind kind>
 constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
 template <Kind kind>
-constexpr int PAIR = kind == HALF ? 1 : 2;  // inputs whose weights stand together
+constexpr int PAIR = kind == HALF ? 1 : kind == NIBBLE ? 8 : 2;  // inputs whose weights stand together
 
 // The weights of P outputs for one input of the PAIR at `from`: of outputs 0 to W - 1 and of the others.
 template <Kind kind, int which>
@@ -119,7 +126,6 @@ inline Whole widen(const char* from) {
   return (Whole)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 #else
   typedef int8_t Bytes __attribute__((vector_size(2 * W)));
-  typedef int16_t Shorts __attribute__((vector_size(4 * W)));
   Bytes bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   return (Whole)__builtin_convertvector(bytes, Shorts);
@@ -169,6 +175,19 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
         sums[u][m][0] = dot(sums[u][m][0], one, first);
         sums[u][m][1] = dot(sums[u][m][1], one, second);
       }
+    } else if constexpr (kind == NIBBLE) {
+      from = panel + i / (GROUP / N) * P * GROUP_BYTES + i % (GROUP / N) * P * sizeof(uint32_t);
+      Shorts some[2];
+      std::memcpy(some, from, sizeof some);
+      for (int part = 0; part < 2; part++) __builtin_prefetch(from + AHEAD + part * sizeof(Shorts));
+      for (int pair = 0; pair < 4; pair++) {
+        const auto first = (Whole)(some[0] << (12 - 4 * pair) >> 12), second = (Whole)(some[1] << (12 - 4 * pair) >> 12);
+        for (int m = 0; m < M; m++) {
+          const Whole one = (Whole)(x[m * (in / 2) + i * 4 + pair] - Words{});
+          sums[u][m][0] = dot(sums[u][m][0], one, first);
+          sums[u][m][1] = dot(sums[u][m][1], one, second);
+        }
+      }
     } else {
       auto one_input = [&]<int which>() {
         Floats first, second;
@@ -184,27 +203,37 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
       if constexpr (N > 1) one_input.template operator()<1>();
     }
   };
-  auto add = [&] {
-    for (int u = 0; u < U; u++)
-      for (int m = 0; m < M; m++)
-        for (int part = 0; part < 2; part++) {
-          totals[m][part] += __builtin_convertvector(sums[u][m][part], Floats);
-          sums[u][m][part] = Sum<kind>{};
-        }
+  auto add = [&](int64_t end) {
+    Floats scale[2] = {Floats{} + 1.f, Floats{} + 1.f};
+    if constexpr (kind == NIBBLE) {
+      const char* from = panel + end / (GROUP / N) * P * GROUP_BYTES - W * sizeof(uint32_t);
+      Words both;
+      std::memcpy(&both, from, sizeof both);
+      scale[0] = (Floats)(both << 16), scale[1] = (Floats)(both & 0xffff0000u);
+    }
+    for (int m = 0; m < M; m++)
+      for (int part = 0; part < 2; part++) {
+        Sum<kind> sum = sums[0][m][part];
+        for (int u = 1; u < U; u++) sum += sums[u][m][part];
+        totals[m][part] += __builtin_convertvector(sum, Floats) * scale[part];
+        for (int u = 0; u < U; u++) sums[u][m][part] = Sum<kind>{};
+      }
   };
-  const int64_t steps = in / N, most = kind == BYTE ? TERMS / N : steps;
+  const int64_t steps = in / N, most = kind == BYTE ? TERMS / N : kind == NIBBLE ? GROUP / N : steps;
   for (int64_t i = 0; i < steps;) {
     const int64_t end = std::min(steps, i + most);
     for (; i + U <= end; i += U)
       for (int u = 0; u < U; u++) step(i + u, u);
     for (; i < end; i++) step(i, 0);
-    add();
+    add(end);
   }
   for (int m = 0; m < M; m++) {
     float every[P];
     if constexpr (kind == BYTE)
       for (int part = 0; part < 2; part++)
         totals[m][part] *= scales[m] * load(reinterpret_cast<const float*>(panel + in * P) + part * W);
+    if constexpr (kind == NIBBLE)
+      for (auto& part : totals[m]) part *= scales[m];
     std::memcpy(every, totals[m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
   }
@@ -284,6 +313,7 @@ void rest(
 
 int64_t inputs(const at::Tensor& weight) {
   const int64_t size = weight.size(1);
+  if (weight.scalar_type() == at::kByte) return size / GROUP_BYTES * GROUP;
   return weight.scalar_type() == at::kChar ? size - SCALES - size % 2 * 2 : size;
 }
 
@@ -297,7 +327,7 @@ void times(
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
-      const char* panel = panels + p * weight.size(1) * P * WIDTH<kind>;
+      const char* panel = panels + p * weight.size(1) * P * weight.element_size();
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
@@ -314,9 +344,9 @@ void times(
 void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto dtype = weight.scalar_type();
   const float* none = nullptr;
-  if (dtype == at::kChar) {
+  if (dtype == at::kChar || dtype == at::kByte) {
     const Rounded of(x, rows, inputs(weight));
-    return times<BYTE>(of.words.data(), of.scales.data(), weight, bias, y, rows, outputs);
+    return (dtype == at::kChar ? times<BYTE> : times<NIBBLE>)(of.words.data(), of.scales.data(), weight, bias, y, rows, outputs);
   }
 #ifdef __AVX512BF16__
   if (dtype == at::kBFloat16 && rounds)
@@ -327,9 +357,33 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
+// Whole numbers (out, in) from -8 to 7 as panels in 4 bits. scale (out, in / GROUP): of each group of inputs.
+at::Tensor packed_in_groups(const at::Tensor& weight, const at::Tensor& scale) {
+  const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, groups = in / GROUP;
+  TORCH_CHECK(in % GROUP == 0, "packed: a weight in 4 bits needs a multiple of ", GROUP, " inputs, not ", in);
+  auto result = at::zeros({panels, groups * GROUP_BYTES, P}, weight.options().dtype(at::kByte));
+  const auto *from = weight.const_data_ptr<int8_t>();
+  const auto scales = scale.to(at::kBFloat16).contiguous();
+  const auto* bits = static_cast<const uint16_t*>(scales.const_data_ptr());
+  for (int64_t o = 0; o < out; o++) {
+    const int64_t half = o % P / W;
+    for (int64_t g = 0; g < groups; g++) {
+      auto* group = result.mutable_data_ptr<uint8_t>() + (o / P * groups + g) * P * GROUP_BYTES;
+      for (int64_t i = 0; i < GROUP; i++) {  // pair i % 8 / 2 of the i / 8th word, as a half of 16 bits for each of the two
+        auto* to = group + ((i / 8 * P + o % P) * 2 + i % 2) * 2 + i % 8 / 4;
+        *to |= (from[o * in + g * GROUP + i] & 15) << i / 2 % 2 * 4;
+      }
+      std::memcpy(group + GROUP * P / 2 + (o % W * 2 + half) * 2, bits + o * groups + g, 2);
+    }
+  }
+  return result;
+}
+
 // A weight (out, in) as panels; `in` is even for bfloat16, which int16 stands for if x is never to be rounded. scale
-// (out,): of a weight in int8, whose row o means scale[o] * weight[o]; else empty.
+// (out,): of a weight in int8, whose row o means scale[o] * weight[o]; (out, in / GROUP): of one in groups of 4 bits;
+// else empty.
 at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
+  if (scale.dim() == 2) return packed_in_groups(weight, scale);
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, pairs = weight.scalar_type() != at::kHalf;
   TORCH_CHECK(eight || !pairs || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);

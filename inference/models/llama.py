@@ -33,6 +33,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 RECORDING = "transformers.utils.output_capturing"  # where hooks are from that only record
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # angles that depend on a token's own position alone
 
+SCALES = "scales"  # the buffer of an `nn.Linear` whose weight 4 bits represent (`Linear.scales`)
 INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
@@ -45,11 +46,13 @@ Network = TypeVar("Network", bound=nn.Module)
 
 class Linear(NamedTuple):
     """A projection. weight (out, in). bias (out,), or None. packed: multiplies by a second copy of the weight, in the
-    order in which a CPU kernel reads it, perhaps with fewer bits; None without a copy."""
+    order in which a CPU kernel reads it, perhaps with fewer bits; None without a copy. scales (out, in / GROUP): of
+    groups of inputs, if each weight is a whole number from -8 to 7 times one; else None."""
 
     weight: Tensor
     bias: Tensor | None
     packed: packing.Widened | None = None
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias) if self.packed is None else self.packed(x)
@@ -57,7 +60,7 @@ class Linear(NamedTuple):
     @property
     def read_bytes(self) -> int:
         """Return the bytes of the weight that one product reads."""
-        return self.weight.nbytes if self.packed is None else self.packed.width * self.weight.numel()
+        return self.weight.nbytes if self.packed is None else self.packed.nbytes
 
 
 class Layer(NamedTuple):
@@ -379,7 +382,9 @@ def _data(parameter: Tensor | None) -> Tensor | None:
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
     """Return several projections as one. The modules' own weights become views of it, in place."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    return Linear(_side_by_side([linear.weight for linear in linears]), _side_by_side(biases) if biases else None)
+    scales = [linear.scales for linear in linears if hasattr(linear, SCALES)]
+    weight = _side_by_side([linear.weight for linear in linears])
+    return Linear(weight, _side_by_side(biases) if biases else None, scales=torch.cat(scales) if scales else None)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -409,13 +414,22 @@ def can_round(model: PreTrainedModel) -> bool:
 
 
 def int8(weights: Weights) -> Weights:
-    """Return the weights with second copies of all projections, rounded to 8 bits, with one scale per output."""
+    """Return the weights with second copies of all projections: in 4 bits of those with scales, else rounded to 8 bits,
+    with one scale per output."""
     return _with_copies(weights, _rounded)
 
 
 def _rounded(linear: Linear) -> Linear:
-    numbers, scale = int8_rows(linear.weight)
+    numbers, scale = int8_rows(linear.weight) if linear.scales is None else int4_groups(linear.weight, linear.scales)
     return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
+
+
+def int4_groups(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 numbers (out, in) from -8 to 7 that are nearest to a weight (out, in) over its scales, and the
+    scales in bfloat16. scales (out, in / GROUP): of each group of inputs, above or below 0."""
+    scales = scales.to(torch.bfloat16)
+    shares = weight.float().unflatten(1, (-1, packing.GROUP)) / scales.float().unsqueeze(2)
+    return shares.round().clamp(-8, 7).flatten(1).to(torch.int8), scales
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

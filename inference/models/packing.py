@@ -2,9 +2,9 @@
 
 For a weight in torch's own order, a kernel rearranges it at every call. Those of `kernels.cpp` read weights that are
 already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
-rounded to 8 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32 differs
-from its own only in the order of sums. (Weights in 8 bits are multiplied by x rounded to 16 bits, in whole numbers.) It
-reads half of the bytes or a quarter, and a few ids take little more time than one (`docs/measurements/smollm2.md`). On
+rounded to 8 or 4 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32 differs
+from its own only in the order of sums. (Weights in 8 or 4 bits are multiplied by x rounded to 16 bits, in whole numbers.) It
+reads half of the bytes or less, and a few ids take little more time than one (`docs/measurements/smollm2.md`). On
 a CPU with instructions for bfloat16, products of a model in bfloat16 round what they multiply to bfloat16, as the
 model's own do, and sum in float32: many ids take half of the time. A row's product is then the same beside any others,
 bit for bit, so passes of up to 16 ids a row give the same logits. So do longer ones on a CPU without AMX, while no row
@@ -37,6 +37,7 @@ from inference.models.pretrained import cast, weights_quantisation, widened
 SHARE = 1 / 8
 CHUNK = 4096  # rows of a weight that are compared at once
 NARROW = (torch.bfloat16, torch.float16)  # in which weights are stored
+GROUP = 32  # inputs of a weight in 4 bits that share a scale
 SOURCE = Path(__file__).with_name("kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=c++20", "-fPIC", "-fopenmp")
 
@@ -44,15 +45,15 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=
 class Widened:
     """Multiplies by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`, with sums in float32. weight:
     in bfloat16, float16 or int8, or the bits of bfloat16 as int16. With a weight in bfloat16, x is rounded to bfloat16
-    first if the CPU has instructions for such products. With one in int8, each row of x is rounded to 16 bits. scale
-    (out,) in float32: for an int8 weight, whose row r means scale[r] * weight[r]. width: bytes of each number in the
-    weight's second copy."""
+    first if the CPU has instructions for such products. With one in int8, each row of x is rounded to 16 bits. scale in
+    float32: for an int8 weight, (out,) if its row r means scale[r] * weight[r]; (out, in / GROUP) for weights from -8
+    to 7, which are stored in 4 bits, with the scales of groups of inputs, in bfloat16. nbytes: of the second copy."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
-        self.width = weight.itemsize
         self.weight: Tensor = torch.ops.inference.packed(
             weight.contiguous(), torch.empty(0) if scale is None else scale
         )
+        self.nbytes = self.weight.nbytes
         self.bias = torch.empty(0) if bias is None else bias.to(torch.float32, copy=True)
         self.outputs = len(weight)
 

@@ -1,0 +1,94 @@
+"""Weights in 4 bits whose errors compensate one another (GPTQ: Frantar et al. 2022, 2210.17323), with which the training
+of an early exit in 4 bits begins.
+
+A projection is rounded input by input. What rounding adds to its outputs on some texts is taken from the weights of the
+inputs that are not rounded yet.
+
+N tokens, D inputs of a projection.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from inference.models.packing import GROUP
+from inference.models.pretrained import decoder_layers
+from inference.proposers.early_exit import ExitNetwork, best_scales
+
+TOKENS = 2**15  # of the texts that are read
+SHARED = 2**31  # bytes of the sums of one pass over the texts
+DAMPED = 0.01  # of the mean square of the inputs
+BLOCK = 64  # inputs after whose rounding all later ones are changed
+
+
+@torch.no_grad()
+def fit_rounding(network: ExitNetwork, target: PreTrainedModel, texts: Iterable[Tensor]) -> None:
+    """Set the weights of an exit in 4 bits, in place, so that they round like the target's projections on these texts.
+    texts: token ids (n,) each, as many as have TOKENS tokens."""
+    ids, tokens = [], 0
+    for text in texts:
+        if tokens < TOKENS and len(text):
+            ids.append(text)
+            tokens += len(text)
+    blocks = decoder_layers(target)[: network.config.num_hidden_layers]
+    largest = sum(inside**2 for _, inside in network.config.projections.values()) * 4
+    step = max(1, SHARED // largest)
+    for begin in range(0, len(blocks), step):
+        some = {
+            (at, name): block.get_submodule(name)
+            for at, block in enumerate(blocks[begin : begin + step], begin)
+            for name in network.config.projections
+        }
+        for (at, name), squares in products(target, some, ids).items():
+            network.grouped(at, name).begin(*compensated(some[at, name].weight.float(), squares))
+
+
+def products(target: PreTrainedModel, modules: dict[Any, nn.Module], texts: list[Tensor]) -> dict[Any, Tensor]:
+    """Return x^T x (D, D) in float32 of the inputs x (N, D) of each module, over the tokens of all texts. Modules that
+    read the same tensor share a sum."""
+    sums, first, last = dict[Any, Tensor](), dict[Any, Any](), list[Any]([None, None])
+
+    def seen(name: Any, x: Tensor) -> None:
+        if last[0] is not x:
+            last[:] = x, name
+            rows = x.flatten(0, -2).float()
+            sums[name] = rows.T @ rows if name not in sums else sums[name].addmm_(rows.T, rows)
+        first[name] = last[1]
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, args, name=name: seen(name, args[0]))
+        for name, module in modules.items()
+    ]
+    try:
+        for text in texts:
+            target.base_model(input_ids=text.unsqueeze(0).to(target.device), use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: sums[first[name]] for name in modules}
+
+
+def compensated(weight: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weight (out, D) to round, and the scales (out, D / GROUP), whose rounded outputs are near those of the
+    given weight. weight (out, D), in float32. squares (D, D): x^T x of the inputs."""
+    left, squares = weight.clone(), squares.double()
+    mean = squares.diagonal().mean().clamp(min=1e-12)
+    squares = squares + DAMPED * mean * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares))
+    factor = torch.linalg.cholesky(inverse, upper=True).float()
+    to_round, scales = torch.empty_like(left), []
+    for begin in range(0, left.shape[1], BLOCK):
+        end, errors = min(begin + BLOCK, left.shape[1]), []
+        for at in range(begin, end):
+            if at % GROUP == 0:
+                scales.append(best_scales(left[:, at : at + GROUP]))
+            column = left[:, at].clone()
+            to_round[:, at] = column
+            rounded = (column / scales[-1]).round().clamp(-8, 7) * scales[-1]
+            errors.append((column - rounded) / factor[at, at])
+            left[:, at:end] -= errors[-1].unsqueeze(1) * factor[at, at:end]
+        left[:, end:] -= torch.stack(errors, 1) @ factor[begin:end, end:]
+    return to_round, torch.stack(scales, 1)
