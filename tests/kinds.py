@@ -120,13 +120,14 @@ def block(target: LlamaForCausalLM, noise: float = 0.1, **settings: Any) -> Bloc
     return network
 
 
-def exit_network(target: LlamaForCausalLM, rank: int = 2) -> ExitNetwork:
-    """An exit behind the first layer but the last, changed at random."""
+def exit_network(target: LlamaForCausalLM, rank: int = 2, bits: int | None = None) -> ExitNetwork:
+    """An exit behind the first layer but the last, changed at random, or in 4 bits."""
     torch.manual_seed(4)
-    network = untrained_exit(target, max(len(decoder_layers(target)) - 1, 1), rank, 3).to(target.device, target.dtype)
+    layers, changed = max(len(decoder_layers(target)) - 1, 1), 0 if bits else rank
+    network = untrained_exit(target, layers, changed, 3, bits).to(target.device, target.dtype)
     with torch.no_grad():
         for weight in network.layers.parameters():
-            weight.normal_(std=0.2)
+            weight += 0.1 * torch.randn_like(weight) if bits else 0.2 * torch.randn_like(weight) - weight
     return network
 
 
@@ -228,6 +229,7 @@ KINDS = {
     "conditioned": of(Conditioned, conditioned_near),
     "conditioned, greedy": Kind(lambda target: Conditioned(conditioned_near(target), greedy=True)),
     "early_exit": Kind(lambda target, **settings: EarlyExit(exit_network(target), target, **settings)),
+    "early_exit, 4 bits": Kind(lambda target, **settings: EarlyExit(exit_network(target, bits=4), target, **settings)),
     "independent, greedy": Kind(lambda target: Independent(near(target, 0.15), greedy=True)),
     "medusa": of(Medusa, medusa),
     "medusa, markov": of(Medusa, medusa, noise=0.2, markov_rank=3),

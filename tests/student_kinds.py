@@ -163,6 +163,7 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "medusa, markov": of(MedusaStudent, kinds.medusa, markov_rank=3),
     "hydra": of(HydraStudent, kinds.hydra),
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
+    "early_exit, 4 bits": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target, bits=4), target),
 }
 SERVED = [kind for kind in STUDENTS if kind not in ("heads", "hybrid")]  # those that tests can run in an engine
 

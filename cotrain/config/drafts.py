@@ -171,7 +171,7 @@ class EarlyExitDraft(_Started):
     """The rank of the change; 0: no change."""
     bits: Annotated[Bits4 | None, NEW] = None
     """4: weights in 4 bits, which begin as the target's, rounded (GPTQ), and no low-rank change; null: the target's
-    weights. A CPU reads them in a quarter of the time, so even all of the target's layers can pay: draft.layers= their number."""
+    weights. A CPU reads them in a quarter of the time, so even all of the target's layers may pay."""
     depths: Size | None = 4
     """The number of depths that are trained."""
 

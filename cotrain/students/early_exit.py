@@ -148,8 +148,8 @@ def candidate_exits(total: int) -> list[int]:
 def _refuse_windows(target: PreTrainedModel, changes: bool) -> None:
     if changes and sliding_window(target.config.get_text_config()):
         raise ValueError(
-            f"draft.rank: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be trained: "
-            "set draft.rank=0 and draft.bits=null"
+            f"draft.rank: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be "
+            "trained: set draft.rank=0 and draft.bits=null"
         )
 
 

@@ -1,5 +1,5 @@
-"""Weights in 4 bits whose errors compensate one another (GPTQ: Frantar et al. 2022, 2210.17323), with which the training
-of an early exit in 4 bits begins.
+"""Weights in 4 bits whose errors compensate one another (GPTQ: Frantar et al. 2022, 2210.17323), with which the
+training of an early exit in 4 bits begins.
 
 A projection is rounded input by input. What rounding adds to its outputs on some texts is taken from the weights of the
 inputs that are not rounded yet.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.models.packing import GROUP
+from inference.models.packing import GROUP, best_scales
 from inference.models.pretrained import decoder_layers
-from inference.proposers.early_exit import ExitNetwork, best_scales
+from inference.proposers.early_exit import ExitNetwork
 
 TOKENS = 2**15  # of the texts that are read
 SHARED = 2**31  # bytes of the sums of one pass over the texts
@@ -37,13 +37,13 @@ def fit_rounding(network: ExitNetwork, target: PreTrainedModel, texts: Iterable[
     largest = sum(inside**2 for _, inside in network.config.projections.values()) * 4
     step = max(1, SHARED // largest)
     for begin in range(0, len(blocks), step):
-        some = {
+        some: dict[Any, Any] = {
             (at, name): block.get_submodule(name)
             for at, block in enumerate(blocks[begin : begin + step], begin)
             for name in network.config.projections
         }
         for (at, name), squares in products(target, some, ids).items():
-            network.grouped(at, name).begin(*compensated(some[at, name].weight.float(), squares))
+            network.in_four_bits(at, name).begin(*compensated(some[at, name].weight.float(), squares))
 
 
 def products(target: PreTrainedModel, modules: dict[Any, nn.Module], texts: list[Tensor]) -> dict[Any, Tensor]:
@@ -72,9 +72,9 @@ def products(target: PreTrainedModel, modules: dict[Any, nn.Module], texts: list
 
 
 def compensated(weight: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight (out, D) to round, and the scales (out, D / GROUP), whose rounded outputs are near those of the
+    """Return the weight (out, D) to round, and the scales (out, groups), whose rounded outputs are near those of the
     given weight. weight (out, D), in float32. squares (D, D): x^T x of the inputs."""
-    left, squares = weight.clone(), squares.double()
+    left, squares, group = weight.clone(), squares.double(), min(GROUP, weight.shape[1])
     mean = squares.diagonal().mean().clamp(min=1e-12)
     squares = squares + DAMPED * mean * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares))
@@ -83,8 +83,8 @@ def compensated(weight: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
     for begin in range(0, left.shape[1], BLOCK):
         end, errors = min(begin + BLOCK, left.shape[1]), []
         for at in range(begin, end):
-            if at % GROUP == 0:
-                scales.append(best_scales(left[:, at : at + GROUP]))
+            if at % group == 0:
+                scales.append(best_scales(left[:, at : at + group]))
             column = left[:, at].clone()
             to_round[:, at] = column
             rounded = (column / scales[-1]).round().clamp(-8, 7) * scales[-1]

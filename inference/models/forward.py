@@ -17,7 +17,7 @@ from inference.models import llama, packing
 from inference.models.cache import SlotCache, Window
 from inference.models.checksum import changes, checksum
 from inference.models.passes import LAST, Branches, ChainDraws, Layers, Pass, States
-from inference.models.pretrained import emulated, head_of, tapped
+from inference.models.pretrained import emulated, head_of, quantisation_of, tapped
 from inference.verify.tree import MOST_NODES
 
 # the masks that a model's code accepts: one for each type of layer, one of the window, or one of the whole past
@@ -130,15 +130,16 @@ class Stock:
 
 
 class Lean:
-    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether projections are
-    rounded to 8 bits, with one scale per output. cache: for the keys and values. The attribute `change` adds second
-    copies of the weights; None: there are none."""
+    """The forward of `llama.states_of`, for a model that `llama.applies` accepts. int8: whether copies of projections
+    are rounded: as `llama.int8` does for a model that is in 8 bits, else as `llama.drafting` does. cache: for the keys
+    and values. The attribute `change` adds second copies of the weights; None: there are none."""
 
     scale: Tensor | None = None
 
     def __init__(self, model: PreTrainedModel, cache: SlotCache, int8: bool = False) -> None:
         self.model, self.cache = model, cache
-        self.change = llama.int8 if int8 else llama.packed if packing.can_pack(model) else None
+        fewer = llama.int8 if quantisation_of(model.config) == llama.INT8_ROWS else llama.drafting
+        self.change = fewer if int8 else llama.packed if packing.can_pack(model) else None
         self._read_weights()
         if not llama.are_packed(self.weights):
             self.change = None  # for good: `LM.stamp` depends on it
@@ -194,7 +195,7 @@ class Lean:
         keys, values = self.cache.stored(len(ids))
         drafts: tuple[Tensor, Tensor] = torch.ops.inference.chain(
             *(ids, none, start, only, self.weights.embedding, none, self.flat, keys, values, *self.angles),
-            *(head.packed.weight, none.long(), *draws),
+            *(head.packed.weight, getattr(head.packed, "exact", none), none.long(), *draws),
             *(K, limit, head.packed.outputs, *llama.of_shape(self.shape)),
         )
         return drafts

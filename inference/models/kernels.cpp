@@ -7,6 +7,7 @@
 // of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
 // even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd. In 4 bits a
 // word holds eight weights, of four pairs of inputs, and each group of inputs has scales of its own.
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
@@ -498,10 +499,6 @@ void each_of(float* x, int64_t n, const F& f) {
   std::memcpy(x + i, &some, (n - i) * sizeof(float));
 }
 
-constexpr double NEAR = 1e-4;  // relative error of a sum in float32 over a vocabulary, at most
-constexpr int64_t PART = 32 * W;
-constexpr float FAR = 40;  // a nucleus with tokens so far below the likeliest ends by a sort
-
 // The largest of n numbers; NaN does not count
 float largest(const float* x, int64_t n) {
   Floats most = Floats{} + NONE;
@@ -513,6 +510,50 @@ float largest(const float* x, int64_t n) {
   for (int w = 1; w < W; w++) result = std::max(result, most[w]);
   return result;
 }
+
+constexpr int64_t PART = 32 * W;
+constexpr float CLOSE = 9;  // logits below the largest that are computed again: less likely tokens have little mass
+
+// x times a row, both of n numbers
+template <typename T>
+float inner(const float* x, const T* row, int64_t n) {
+  float sums[W] = {}, sum = 0;
+  int64_t i = 0;
+  for (; i + W <= n; i += W)
+    for (int w = 0; w < W; w++) sums[w] += x[i + w] * static_cast<float>(row[i + w]);
+  for (; i < n; i++) sum += x[i] * static_cast<float>(row[i]);
+  for (const float one : sums) sum += one;
+  return sum;
+}
+
+// In logits (R, V) over a weight in 4 bits, replaces those near the largest of each row by x (R, in) times the rows of the
+// weight itself, `exact` (V, in).
+void rescore(const at::Tensor& x, const at::Tensor& exact, at::Tensor& logits) {
+  const int64_t V = exact.size(0), in = exact.size(1), R = logits.numel() / V, parts = (V + PART - 1) / PART;
+  float* to = logits.data_ptr<float>();
+  std::vector<float> least;
+  for (int64_t r = 0; r < R; r++) least.push_back(largest(to + r * V, V) - CLOSE);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, exact.scalar_type(), "rescore", [&] {
+    const auto* rows = exact.const_data_ptr<scalar_t>();
+    at::parallel_for(0, R * parts, 16, [&](int64_t begin, int64_t end) {
+      for (int64_t one = begin; one < end; one++) {
+        const int64_t r = one / parts, first = one % parts * PART;
+        for (int64_t v = first; v < std::min(V, first + PART); v++)
+          if (to[r * V + v] > least[r]) to[r * V + v] = inner(numbers(x) + r * in, rows + v * in, in);
+      }
+    });
+  });
+}
+
+at::Tensor rescored(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exact) {
+  auto rows = x.contiguous();
+  auto logits = product(rows, weight, at::empty({0}, x.options()), exact.size(0));
+  if (logits.numel()) rescore(rows, exact, logits);
+  return logits;
+}
+
+constexpr double NEAR = 1e-4;  // relative error of a sum in float32 over a vocabulary, at most
+constexpr float FAR = 40;  // a nucleus with tokens so far below the likeliest ends by a sort
 
 // to = logits (n,) in which the tail is -inf: the least likely tokens whose mass is at most the share `tail` of all.
 // Returns false, with nothing in `to`, where equal logits or rounding decide.
@@ -947,14 +988,14 @@ std::vector<at::Tensor> layers(
 // over the tokens of its head. The first pass reads ids (A, n) from position pairs[a] on, and for a draft over states
 // (`proposers/eagle.py`) features (A, n, width) beside their embeddings; empty for a causal language model
 // (`proposers/independent.py`). The first draft follows its column only[a].
-// cos, sin (slots, 1, size): of all positions. head: packed. known (outputs,): the ids of the head's tokens, or empty.
+// cos, sin (slots, 1, size): of all positions. head: packed. exact: as in `rescored`, or empty. known (outputs,): the ids of the head's tokens, or empty.
 // u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions. tails
 // (A,): those of `without_tail`; empty for none.
 // The other arguments are those of `layers`.
 std::tuple<at::Tensor, at::Tensor> chain(
     const at::Tensor& ids, const at::Tensor& features, const at::Tensor& pairs, const at::Tensor& only, const at::Tensor& embedding,
     const at::Tensor& its_norm, at::TensorList weights, at::TensorList keys, at::TensorList values, const at::Tensor& cos,
-    const at::Tensor& sin, const at::Tensor& head, const at::Tensor& known, const at::Tensor& u, const at::Tensor& temperature,
+    const at::Tensor& sin, const at::Tensor& head, const at::Tensor& exact, const at::Tensor& known, const at::Tensor& u, const at::Tensor& temperature,
     const at::Tensor& tails, int64_t K, int64_t read, int64_t outputs, int64_t heads, int64_t groups, int64_t size, double scale, double eps) {
   const auto slots = at::arange(read, ids.options());
   at::Tensor above, last;  // (A, 1, width): what the next pair reads, and what the head reads
@@ -987,7 +1028,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
   }
   std::vector<at::Tensor> drafts, distributions;
   for (int64_t depth = 0; depth < K; depth++) {
-    const auto logits = product(last, head, at::empty({0}, last.options()), outputs).squeeze(1);
+    const auto logits = (exact.numel() ? rescored(last, head, exact) : product(last, head, at::empty({0}, last.options()), outputs)).squeeze(1);
     auto probs = at::empty_like(logits), token = at::empty_like(only);
     const float* from = numbers(logits);
     float* p = probs.data_ptr<float>();
@@ -1020,6 +1061,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
   m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
+  m.def("rescored(Tensor x, Tensor weight, Tensor exact) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(
       "verified(Tensor logits, Tensor q, Tensor x, Tensor k, Tensor temperature, Tensor tails, Tensor u, Tensor next, bool block) "
@@ -1030,7 +1072,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
       "float eps, int[] wanted) -> Tensor[]");
   m.def(
       "chain(Tensor ids, Tensor features, Tensor pairs, Tensor only, Tensor embedding, Tensor its_norm, Tensor[] weights, "
-      "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor head, Tensor known, Tensor u, "
+      "Tensor(a!)[] keys, Tensor(b!)[] values, Tensor cos, Tensor sin, Tensor head, Tensor exact, Tensor known, Tensor u, "
       "Tensor temperature, Tensor tails, int K, int read, int outputs, int heads, int groups, int size, float scale, float eps) "
       "-> (Tensor, Tensor)");
 }
@@ -1038,6 +1080,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
 TORCH_LIBRARY_IMPL(inference, CPU, m) {
   m.impl("packed", packed);
   m.impl("product", product);
+  m.impl("rescored", rescored);
   m.impl("without_tail", without_tail);
   m.impl("verified", verified);
   m.impl("layers", layers);

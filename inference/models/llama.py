@@ -37,6 +37,7 @@ SCALES = "scales"  # the buffer of an `nn.Linear` whose weight 4 bits represent 
 INT8_ROWS = "int8_rows"  # the quantisation method in the config of a model that `in_int8_rows` has rounded
 ALIGNED = 16  # an attention kernel copies a mask if its rows do not begin at multiples of so many elements
 
+LARGE = 4096  # outputs of a head of which a draft reads 4 bits: of fewer, the likely ones are many
 SHORT = 16  # ids a row: longer passes are prefills, bound by arithmetic and not by launches
 
 Keep = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -414,22 +415,27 @@ def can_round(model: PreTrainedModel) -> bool:
 
 
 def int8(weights: Weights) -> Weights:
-    """Return the weights with second copies of all projections: in 4 bits of those with scales, else rounded to 8 bits,
-    with one scale per output."""
+    """Return the weights with second copies of all projections, rounded to 8 bits, with one scale per output."""
     return _with_copies(weights, _rounded)
 
 
+def drafting(weights: Weights) -> Weights:
+    """Return the weights of a draft with second copies of all projections: in 4 bits those with scales and a large
+    head, whose largest logits are exact; in 8 bits the others."""
+    return _with_copies(weights, _rounded, _rescored)
+
+
+def _rescored(head: Linear) -> Linear:
+    outputs, inputs = head.weight.shape
+    if head.bias is not None or inputs % packing.GROUP or outputs < LARGE:
+        return _rounded(head)
+    return head._replace(packed=packing.Rescored(head.weight))
+
+
 def _rounded(linear: Linear) -> Linear:
-    numbers, scale = int8_rows(linear.weight) if linear.scales is None else int4_groups(linear.weight, linear.scales)
+    weight, scales = linear.weight, linear.scales
+    numbers, scale = int8_rows(weight) if scales is None else packing.int4_groups(weight, scales)
     return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
-
-
-def int4_groups(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the int8 numbers (out, in) from -8 to 7 that are nearest to a weight (out, in) over its scales, and the
-    scales in bfloat16. scales (out, in / GROUP): of each group of inputs, above or below 0."""
-    scales = scales.to(torch.bfloat16)
-    shares = weight.float().unflatten(1, (-1, packing.GROUP)) / scales.float().unsqueeze(2)
-    return shares.round().clamp(-8, 7).flatten(1).to(torch.int8), scales
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -519,14 +525,17 @@ def packed(weights: Weights) -> Weights:
     return _with_copies(weights, _packed)
 
 
-def _with_copies(weights: Weights, copied_by: Callable[[Linear], Linear]) -> Weights:
+def _with_copies(
+    weights: Weights, copied_by: Callable[[Linear], Linear], head_by: Callable[[Linear], Linear] | None = None
+) -> Weights:
     """Return the weights with second copies of the projections. The norms are in float32, as the states between packed
-    projections are. copied_by: adds the copy to a projection, or returns it without one."""
+    projections are. copied_by: adds the copy to a projection, or returns it without one. head_by: does so for a head
+    that is one projection; None: `copied_by`."""
     head = weights.head
     if isinstance(head, Small):
         head = head._replace(up=copied_by(head.up), down=head.down and copied_by(head.down))
     else:
-        head = copied_by(head)
+        head = (head_by or copied_by)(head)
     copied = weights._replace(layers=[_changed(layer, copied_by) for layer in weights.layers], head=head)
     if not are_packed(copied):
         return weights

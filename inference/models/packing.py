@@ -2,13 +2,14 @@
 
 For a weight in torch's own order, a kernel rearranges it at every call. Those of `kernels.cpp` read weights that are
 already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
-rounded to 8 or 4 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32 differs
-from its own only in the order of sums. (Weights in 8 or 4 bits are multiplied by x rounded to 16 bits, in whole numbers.) It
-reads half of the bytes or less, and a few ids take little more time than one (`docs/measurements/smollm2.md`). On
-a CPU with instructions for bfloat16, products of a model in bfloat16 round what they multiply to bfloat16, as the
-model's own do, and sum in float32: many ids take half of the time. A row's product is then the same beside any others,
-bit for bit, so passes of up to 16 ids a row give the same logits. So do longer ones on a CPU without AMX, while no row
-of the pass reads more than 1,024 slots. The kernels are compiled once per machine, by the machine's C++ compiler.
+rounded to 8 or 4 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32
+differs from its own only in the order of sums. (Weights in 8 or 4 bits are multiplied by x rounded to 16 bits, in whole
+numbers.) It reads half of the bytes or less, and a few ids take little more time than one
+(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round what
+they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's product is
+then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. So do longer ones on
+a CPU without AMX, while no row of the pass reads more than 1,024 slots. The kernels are compiled once per machine, by
+the machine's C++ compiler.
 """
 
 import copy
@@ -61,6 +62,47 @@ class Widened:
         """Return the product (..., out) for x (..., in)."""
         product: Tensor = torch.ops.inference.product(x, self.weight, self.bias, self.outputs)
         return product
+
+
+class Rescored(Widened):
+    """Multiplies by the weight (out, in) of a draft's head, which it reads in 4 bits. The largest logits, by which a
+    draft is drawn, are then computed again from rows of the weight itself."""
+
+    def __init__(self, weight: Tensor) -> None:
+        numbers, scales = int4_groups(weight, best_scales(in_groups(weight.float())))
+        super().__init__(numbers, None, scales.float())
+        self.exact = weight.contiguous()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        logits: Tensor = torch.ops.inference.rescored(x, self.weight, self.exact)
+        return logits
+
+
+def in_groups(weight: Tensor) -> Tensor:
+    """Return a weight (out, in) as (out, groups, inputs of a group): `GROUP`, or all if they are fewer."""
+    return weight.unflatten(1, (-1, min(GROUP, weight.shape[1])))
+
+
+def best_scales(groups: Tensor) -> Tensor:
+    """Return the scale (...) of each group (..., n) of numbers, of some candidates that with which whole numbers from
+    -8 to 7 have the least squared error. The largest magnitude of a group is near -8 times the scale, or -8."""
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    largest = torch.where(largest == 0, 1e-6, largest)
+    best, error = largest, torch.full_like(largest, torch.inf)
+    for candidate in range(13):
+        scale = (largest * (0.4 * candidate / 12 - 1.1) / 8).to(torch.bfloat16).float()
+        its_error = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1, keepdim=True)
+        best = torch.where(its_error < error, scale, best)
+        error = torch.minimum(its_error, error)
+    return best.squeeze(-1)
+
+
+def int4_groups(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 numbers (out, in) from -8 to 7 that are nearest to a weight (out, in) over its scales, and the
+    scales in bfloat16. scales (out, groups): above or below 0."""
+    scales = scales.to(torch.bfloat16)
+    shares = in_groups(weight.float()) / scales.float().unsqueeze(2)
+    return shares.round().clamp(-8, 7).flatten(1).to(torch.int8), scales
 
 
 @functools.cache

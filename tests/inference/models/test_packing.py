@@ -68,14 +68,23 @@ def copies() -> int:
         (64, 600, True, 2.0**-112, torch.bfloat16),
         (23, 50, True, 1.0, torch.float16),
         (37, 50, True, 1.0, torch.int8),
+        (96, 50, True, 1.0, torch.uint8),
+        (32, 16, False, 1.0, torch.uint8),
     ],
 )
 def test_products_are_those_of_the_weight(inputs, outputs, bias, shrunk, dtype):
     """Against float64, within the rounding of float32, for every number of ids up to those of a tree and a prompt."""
     torch.manual_seed(0)
     rows, added = torch.randn(outputs, inputs), torch.randn(outputs) if bias else None
-    weight = llama.rounded(rows) if dtype == torch.int8 else shrunk * rows.to(dtype).float()
-    product = llama._rounded(llama.Linear(rows, added)).packed if dtype == torch.int8 else pack(weight, added)
+    weight, product = shrunk * rows.to(dtype).float(), None
+    if dtype == torch.int8:
+        weight, product = llama.rounded(rows), llama._rounded(llama.Linear(rows, added)).packed
+    if dtype == torch.uint8:  # whole numbers from -8 to 7 times scales of both signs
+        numbers = torch.randint(-8, 8, (outputs, inputs // 32, 32))
+        scales = torch.randn(outputs, inputs // 32).bfloat16()
+        weight = (numbers * scales.float().unsqueeze(2)).flatten(1)
+        product = llama._rounded(llama.Linear(weight.bfloat16(), added, scales=scales)).packed
+    product = product or pack(weight, added)
     assert isinstance(product, Widened) and product.weight.dtype == EXACT.get(dtype, dtype)
     for shape in ((inputs,), (0, inputs), *((1, n, inputs) for n in (*range(1, 20), 100))):
         x = torch.randn(shape)
@@ -85,7 +94,7 @@ def test_products_are_those_of_the_weight(inputs, outputs, bias, shrunk, dtype):
         terms = nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
         assert result.dtype == torch.float32 and result.shape == exact.shape
         error = (inputs + 3) * 2.0**-24 * terms
-        if dtype == torch.int8:  # x is rounded to whole numbers up to 32767
+        if dtype in (torch.int8, torch.uint8):  # x is rounded to whole numbers up to 32767
             error += x.abs().amax(-1, keepdim=True) / 32767 / 2 * weight.abs().sum(1)
         assert ((result.double() - exact).abs() <= error).all()
     apart = torch.randn(inputs, 3).T
@@ -101,6 +110,43 @@ def test_whole_sums_do_not_overflow_or_lose_what_is_not_finite():
     torch.testing.assert_close(product(x), torch.full((4, 3), 1500.0), rtol=1e-4, atol=0)
     x[1, 700], x[2, 1499] = math.nan, -math.inf
     assert product(x).isnan().all(1).tolist() == [False, True, True, False]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_largest_logits_of_a_draft_are_exact_and_the_others_those_of_four_bits(dtype):
+    """In every row of x, at once; a row that is not finite has no exact ones."""
+    assert packing.has_kernels()
+    torch.manual_seed(0)
+    weight, x = (0.3 * torch.randn(5001, 96)).to(dtype), torch.randn(2, 3, 96)
+    head = packing.Rescored(weight)
+    numbers, scales = packing.int4_groups(weight, packing.best_scales(packing.in_groups(weight.float())))
+    four = x @ (packing.in_groups(numbers.float()) * scales.float().unsqueeze(2)).flatten(1).T
+    exact, below, found = x @ weight.float().T, four.amax(-1, keepdim=True) - four, head(x)
+    near, far = below < 8.99, below > 9.01
+    assert near.sum(-1).min() > 20 and far.sum(-1).min() > 20 and found.shape == (2, 3, 5001)
+    torch.testing.assert_close(found[near], exact[near], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[far], four[far], rtol=1e-3, atol=1e-3)
+    assert float((four - exact)[near].abs().max()) > 0.1
+    assert head(torch.full((1, 96), math.nan)).isnan().all()
+    assert head(x[:0]).shape == (0, 3, 5001) and head.nbytes * 7 < weight.numel() * 4.5
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        ({}, packing.Rescored),
+        ({"vocab_size": 4095}, packing.Widened),
+        ({"hidden_size": 40, "head_dim": 20}, packing.Widened),
+    ],
+)
+def test_a_large_head_is_read_in_four_bits_by_a_draft_alone(settings, kind):
+    """Of a model that is itself in 8 bits it is not, since its distribution is the target's."""
+    model = build("Llama", WIDE | {"vocab_size": 4096, "hidden_size": 32} | settings, torch.bfloat16)
+    heads = [LM(model, 1, int8=True).run.weights.head.packed]  # type: ignore[attr-defined]
+    heads.append(LM(llama.in_int8_rows(model), 1).run.weights.head.packed)  # type: ignore[attr-defined]
+    assert [type(head) for head in heads] == [kind, packing.Widened]
 
 
 @needs_kernels
@@ -424,6 +470,7 @@ def test_drafts_over_states_in_float32_have_copies(kind, int8, monkeypatch):
         (0, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {}, True),
         (0, [Sampling(0.7), Sampling(1.3)], {"greedy": True, "target": torch.bfloat16}, True),
         (0, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {"even": True}, True),
+        (0, [Sampling(0.7, top_p=0.6), Sampling(1.3)], {"int8": True, "vocab": 5000}, True),
         (0, Sampling(0.7, top_k=3), {}, False),
         (0, Sampling(0.7), {"policy": Script()}, False),
     ],
@@ -431,9 +478,11 @@ def test_drafts_over_states_in_float32_have_copies(kind, int8, monkeypatch):
 def test_one_operator_drafts_a_chain(size, sampling, settings, applies, monkeypatch):
     """The drafts and distributions are those of one pass after the other, also after rounds of other lengths; of an
     EAGLE draft with a head of that size, or of an independent draft for size 0."""
-    target, seen = halved(tiny(hidden=32, heads=2, layers=4)), []
-    network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size) if size != 0 else near(tiny(hidden=32), 0.2))
-    whole = {"policy": Uneven()} | settings
+    whole, seen = {"policy": Uneven()} | settings, []
+    vocab = whole.pop("vocab", 32)  # if large, the head of a draft in 8 bits is read in 4
+    target = halved(tiny(vocab, hidden=32, heads=2, layers=4))
+    small = near(tiny(vocab, hidden=32), 0.2)
+    network = halved(kinds.eagle(target, 0.3, draft_vocab_size=size) if size != 0 else small)
     target.to(whole.pop("target", torch.float32))
     if whole.pop("even", False):
         network.lm_head.weight.data.zero_()  # equal logits, of which only a sort knows the tail
