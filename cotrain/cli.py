@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cotrain import __version__
-from cotrain.errors import Interrupted, UserError
+from cotrain.errors import Interrupted, UserError, warn
 from cotrain.paths import draft_folder, folder, from_hub
 from inference.measure.contention import set_waiting
 
@@ -278,10 +278,9 @@ def _refuse_paths(name: str, settings: Any) -> None:
     refuse_overlap(name, values)
     target = (values.get("target") or {}).get("path")
     if target and os.path.isfile(os.path.join(target, "cotrain.json")):
-        print(
+        warn(
             f"warning: target.path={target} is a draft folder: set draft.path={target}, and set target.path= to the "
-            "model that it drafts for",
-            file=sys.stderr,
+            "model that it drafts for"
         )
     for key, value in flat(values):
         if key.rpartition(".")[2] not in ("path", "adapter") or not isinstance(value, str):
@@ -312,7 +311,7 @@ def _own_folder(name: str, cfg: Any, arguments: Sequence[str]) -> str | None:
         task = [text.lstrip("+") for text in hydra.overrides.task]
         values = [text for text in task if text.partition("=")[0] in swept]
         title = ",".join(values) or f"job {hydra.job.num}"
-        print(f"cotrain {name}: {title}", file=sys.stderr)
+        warn(f"cotrain {name}: {title}")
         if "trainer" in has and cfg.trainer.processes > 1:
             raise UserError(
                 f"trainer.devices={cfg.trainer.devices}, trainer.nodes={cfg.trainer.nodes}: each job of a sweep runs "
@@ -404,5 +403,5 @@ def _traced() -> bool:
 
 
 def _say(who: str, message: str, status: int) -> int:
-    print(f"{who}: {message}", file=sys.stderr)
+    warn(f"{who}: {message}")
     return status

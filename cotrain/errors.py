@@ -1,5 +1,6 @@
-"""Exceptions that end a command with a message for the user."""
+"""Exceptions that end a command with a message for the user, and lines for the user beside its answer."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,11 @@ def user_errors() -> Iterator[None]:
         raise
     except (ValueError, OSError) as error:
         raise UserError(" ".join(str(error).split())) from error
+
+
+def warn(text: str) -> None:
+    """Print a line for the user on standard error."""
+    print(text, file=sys.stderr)
 
 
 def first_line(error: BaseException) -> str:

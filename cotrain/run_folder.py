@@ -9,7 +9,6 @@ import glob
 import json
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from cotrain import __version__
 from cotrain.config.base import Mark, marked
 from cotrain.config.names import ANY, REMOVED
 from cotrain.config.settings import SCHEMAS, flat
-from cotrain.errors import UserError
-from inference.drafts.atomic import write_atomic
+from cotrain.errors import UserError, warn
+from inference.drafts.atomic import write_json
 
 State = Literal["new", "unfinished", "finished"]
 Judge = Callable[[str, Any, Any], str]  # (key, old value, new value) -> "free", "longer" or "other", see `claim`
@@ -195,10 +194,7 @@ def claim(
             if run.state == "new" and {entry.name for entry in path.iterdir()} <= {MARKER, LOCK}:
                 (path / MARKER).unlink()  # nothing was written, so other settings may use the folder
             if (path / REPLACED).exists() and run.state != "finished":
-                print(
-                    f"the run that this one replaces is kept in {path / REPLACED} until this one is finished",
-                    file=sys.stderr,
-                )
+                warn(f"the run that this one replaces is kept in {path / REPLACED} until this one is finished")
             raise
 
 
@@ -209,7 +205,7 @@ def _keep(path: Path, root: Path) -> None:
     for entry in sorted(root.iterdir(), key=lambda entry: entry.name == MARKER):
         if entry.name != LOCK:
             entry.rename(place / entry.name)
-    print(f"output={path} has an earlier result, which is kept in {place}; overwrite=true replaces it", file=sys.stderr)
+    warn(f"output={path} has an earlier result, which is kept in {place}; overwrite=true replaces it")
 
 
 def numbered(path: Path, ending: str = "") -> Path:
@@ -365,7 +361,7 @@ def _empty(path: Path, marker: dict[str, Any], command: str) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
     if marker["state"] != "emptying":
         if not (replaced / MARKER).exists():
-            write_atomic(old, json.dumps(marker, indent=2) + "\n")
+            write_json(old, marker, 2)
         _mark(path, "emptying", marker["settings"], command)
     for entry in path.iterdir():
         if entry.name in (MARKER, LOCK, REPLACED):
@@ -412,7 +408,7 @@ def read_marker(path: Path) -> dict[str, Any] | None:
 
 def _mark(path: Path, state: str, settings: Mapping[str, Any], command: str) -> None:
     marker = {"cotrain": __version__, "command": command, "state": state, "settings": settings}
-    write_atomic(path / MARKER, json.dumps(marker, indent=2) + "\n")
+    write_json(path / MARKER, marker, 2)
 
 
 @contextmanager

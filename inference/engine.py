@@ -35,7 +35,7 @@ from inference.policy import Fixed, LearningPolicy, Policy
 from inference.proposers.base import Outcome, Proposal, Proposer
 from inference.request import Prompt, PromptReader, ends_of, pads_of, single, source_limits, vocabulary_of
 from inference.round import DecodingRound
-from inference.sampling import Sampling
+from inference.sampling import Sampling, up_to
 from inference.sampling.parameters import is_whole
 from inference.scheduler import Call, Slots
 from inference.trace import RoundRecorder
@@ -300,7 +300,7 @@ class Engine:
         (A, N+1, width) by layer, with the same columns."""
         start, anchor, x = [len(text) - 1 for text in round.texts], round.sent["anchor"], proposal.x
         if min(proposal.k) < x.shape[1]:  # columns past a row's k repeat its anchor, so they have no NaN
-            drafted = torch.arange(x.shape[1], device=x.device) < round.length(proposal.k).unsqueeze(1)
+            drafted = up_to(round.length(proposal.k), x.shape[1])
             x = torch.where(drafted, x, anchor)
         reads = self.proposer.reads if self.proposer else ()
         return self.target.forward(

@@ -6,7 +6,6 @@ this engine every token comes from a round. A server counts only the total numbe
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from cotrain.errors import UserError
+from cotrain.errors import UserError, warn
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
 from inference import Engine
 from inference.exactness.audit import ServedCalls, audit, from_target
 from inference.exactness.figures import Figures, reach_of
 from inference.exactness.side_by_side import pair_figures
-from inference.measure.timing import RESAMPLES, Interval, bootstrapped, interleave
+from inference.measure.timing import RESAMPLES, Interval, bootstrapped, interleave, ratio_of_sums
 from inference.output import Counts, Emitted
 from inference.proposers.base import Proposer
 from inference.sampling.noise import row_ids
@@ -98,10 +97,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
                 f"url: {client.root}/metrics has no draft counters, and the comparison needs them: start the server "
                 "with a draft and with metrics (vLLM: without --disable-log-stats)"
             )
-        print(
-            f"{client.root}: {len(prompts)} texts are requested, which may take at most {client.timeout:g} s each",
-            file=sys.stderr,
-        )
+        warn(f"{client.root}: {len(prompts)} texts are requested, which may take at most {client.timeout:g} s each")
         answers = client.complete(
             prompts, size.new_tokens, plan.sampling, row_ids(prompts), at_once=at_once, ignore_eos=True
         )
@@ -211,9 +207,4 @@ def figures_after(
 def _ratio(served: np.ndarray, ours: np.ndarray) -> Interval:
     """Return the server's tau over this engine's tau, with its bootstrap interval over prompts, nan for few prompts.
     served, ours (N, 2): tokens and rounds for each prompt."""
-
-    def tau(pairs: np.ndarray) -> np.ndarray:
-        total = pairs.sum(-2)
-        return np.asarray(total[..., 0] / total[..., 1])
-
-    return bootstrapped(lambda at: tau(served[at]) / tau(ours[at]), len(ours), RESAMPLES, 0)
+    return bootstrapped(lambda at: ratio_of_sums(served[at]) / ratio_of_sums(ours[at]), len(ours), RESAMPLES, 0)

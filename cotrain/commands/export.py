@@ -1,6 +1,5 @@
 """Command `cotrain export`. It writes the folder that a serving engine loads, or checks such a folder."""
 
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from cotrain.commands.served_pair import read_folder
 from cotrain.config.settings import ExportConfig, flat
 from cotrain.console import answering
-from cotrain.errors import UserError
+from cotrain.errors import UserError, warn
 from cotrain.export import eagle3, hf, publishing
 from cotrain.export.engines import (
     FEATURES,
@@ -105,7 +104,7 @@ def run(cfg: ExportConfig) -> None:
         if not own:
             _print_remarks(path)
     if cfg.temperature is not None and (apart := measured_elsewhere(metadata, cfg.temperature)):
-        print(apart, file=sys.stderr)
+        warn(apart)
     if cfg.push_to_hub:
         _push(path, cfg.push_to_hub, served)
 
@@ -157,10 +156,9 @@ def _print_launch(path: Path, cfg: ExportConfig, metadata: Metadata | None) -> N
 
 def _push(path: Path, repo: str, target: str) -> None:
     if publishing.local(target):
-        print(
+        warn(
             f"warning: the README names a target on this machine, {place(target)}, which other people cannot load: "
-            "set target.path= to its hub id",
-            file=sys.stderr,
+            "set target.path= to its hub id"
         )
     print(f"pushed: {publishing.push(path, repo)}")
 

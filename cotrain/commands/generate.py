@@ -13,7 +13,7 @@ from cotrain.config.settings import GenerateConfig, sampling
 from cotrain.data.conversations import Template
 from cotrain.data.rows import PROMPT, Reader, nothing_skipped
 from cotrain.data.sources import UNREADABLE, extension_of, rows_in
-from cotrain.errors import UserError, user_errors
+from cotrain.errors import UserError, user_errors, warn
 from cotrain.teacher.target_model import load_config, load_pair
 from inference import Engine, load
 from inference.adaptive_policy import Adaptive
@@ -138,17 +138,16 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
             )
         longest = max(longest, tokens)
     if longest + cfg.max_new_tokens > room:
-        print(
+        warn(
             f"max_new_tokens={cfg.max_new_tokens}: the context has {room} tokens, so after the longest prompt at most "
-            f"{room - longest} are generated",
-            file=sys.stderr,
+            f"{room - longest} are generated"
         )
     with user_errors():
         skipped.refuse(f"prompts={cfg.prompts}" if cfg.prompts else "prompt", len(rows))
     if not prompts:
         raise UserError(f"prompts={cfg.prompts} contains no prompt: {skipped.said()}")
     if skipped.reasons:
-        print(f"prompts={cfg.prompts}: {skipped.reasons.total()} rows are skipped: {skipped.said()}", file=sys.stderr)
+        warn(f"prompts={cfg.prompts}: {skipped.reasons.total()} rows are skipped: {skipped.said()}")
     return prompts
 
 
@@ -183,7 +182,7 @@ def _prompts(prompt: str | None, prompts: str | None) -> list[tuple[str, Any]]:
     if prompt is not None and not prompt:
         raise UserError("prompt= is empty: set prompt= to the text that is to be continued")
     if prompt == "null":  # as every other setting is unset
-        print("prompt=null: the text 'null' is continued; leave prompt= out to read standard input", file=sys.stderr)
+        warn("prompt=null: the text 'null' is continued; leave prompt= out to read standard input")
     if prompt is not None:
         return [("prompt", {PROMPT: prompt})]
     if prompts is None and sys.stdin.isatty():

@@ -1,6 +1,5 @@
 """The pair that a command serves: a draft folder and a target. The default target is the one that the folder names."""
 
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from cotrain.data.corpora import shipped_domains, shipped_ids
 from cotrain.data.prompt_rows import Source, prompt_tokens, said_of_rows
 from cotrain.data.sources import sources_apart, sources_of
 from cotrain.data.splits import ALL_ROWS, PART, SPLITS, Prompts, apart, shared
-from cotrain.errors import UserError, user_errors
+from cotrain.errors import UserError, user_errors, warn
 from cotrain.planning.plan import Plan
 from cotrain.students.base import KINDS
 from cotrain.students.independent import published_network
@@ -102,10 +101,7 @@ def as_trained(cfg: DraftFolderConfig | GenerateConfig, metadata: Metadata | Non
     if metadata and k is not None and (metadata.tree or k != metadata.k):
         typed.append(f"policy.k={k} ({shape(metadata)})")
     if typed:
-        print(
-            f"these settings differ from those of the draft folder, which are in brackets: {', '.join(typed)}",
-            file=sys.stderr,
-        )
+        warn(f"these settings differ from those of the draft folder, which are in brackets: {', '.join(typed)}")
 
 
 def shape(metadata: Metadata) -> str:
@@ -151,10 +147,7 @@ def refuse_pair(draft_path: str, target_path: str, trust_remote_code: bool = Fal
     if own is not None:
         same_tokenizer(draft_path, tokenizer, own)
     if draft is not None and size_of(draft).active > size_of(target).active:
-        print(
-            f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster",
-            file=sys.stderr,
-        )
+        warn(f"warning: draft.path={draft_path} is the larger model: it cannot make {target_path} faster")
     return Pair(target, tokenizer, draft)
 
 
@@ -268,10 +261,9 @@ def prompts(
     if own is None and data.path is None:
         file = draft / REPORT if draft else None
         if file and file.is_file() and (read_json(file).get("extra") or {}).get("prompts") == "own":
-            print(
+            warn(
                 f"prompts: the shipped ones are used, but {file} was measured on prompts of the user: to use their "
-                "held-out prompts, set data.path= to the texts that the draft learnt from",
-                file=sys.stderr,
+                "held-out prompts, set data.path= to the texts that the draft learnt from"
             )
         shipped = apart(*shipped_ids(tokenizer, size.prompt_tokens, encoder), [], "shipped")
         return replace(shipped, domains=shipped_domains(tokenizer, size.prompt_tokens, encoder))
@@ -297,7 +289,7 @@ def prompts(
     train = sources.pop(SPLITS[0], None)
     named = {SPLITS[-1]: sources[ALL_ROWS]} if whole else sources
     for line in said_of_rows(named, size.prompt_tokens, key):
-        print(line, file=sys.stderr)
+        warn(line)
     several = [rows.several(size.prompt_tokens, size.seed) for rows in sources.values()]
     if whole:
         (unseen,) = several

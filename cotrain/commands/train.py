@@ -1,6 +1,5 @@
 """Command `cotrain train`. It distils a draft, measures it, and writes its folder and page."""
 
-import json
 import math
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -27,7 +26,7 @@ from cotrain.training.run import train
 from inference.drafts.compatibility import hash_weights
 from inference.drafts.draft_folder import REPORT
 from inference.drafts.draft_folder import read as read_draft
-from inference.drafts.weight_files import weight_files
+from inference.drafts.weight_files import read_json, weight_files
 from inference.proposers import kind_of
 from inference.report.table import comparison, table
 
@@ -90,14 +89,14 @@ def run(cfg: TrainConfig) -> float | None:
             print(f"output={cfg.output} was finished before; overwrite=true repeats it")
     draft = folder.path / "draft"
     if cfg.measure or (draft / REPORT).exists():
-        print(table(json.loads((draft / REPORT).read_text(encoding="utf-8"))))
+        print(table(read_json(draft / REPORT)))
         print(f"draft: {draft}")
     else:
         how = "serve it, and use cotrain bench url=" if cfg.teacher.urls else f"cotrain bench draft.path={draft}"
         how += " target.device_map=auto" * bool(cfg.target.device_map)
         print(f"draft: {draft} (not measured): to measure it, {how}")
     print(f"page: {written(folder.path)}\ncurves: tensorboard --logdir {folder.path / tags.CURVES}")
-    return float(json.loads((folder.path / FIGURES).read_text(encoding="utf-8")).get("tau", math.nan))
+    return float(read_json(folder.path / FIGURES).get("tau", math.nan))
 
 
 def _checked(cfg: TrainConfig) -> RunOutline:
@@ -141,7 +140,7 @@ def swept(outputs: list[str]) -> None:
     compared with the first one, at the temperatures that both have. outputs: the folders of the runs."""
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
-        print(comparison({name: json.loads(file.read_text(encoding="utf-8")) for name, file in reports.items()}))
+        print(comparison({name: read_json(file) for name, file in reports.items()}))
     runs: dict[str, list[dict[str, Any]]] = {}
     for output in outputs:
         if (Path(output) / FIGURES).exists():

@@ -166,7 +166,7 @@ class EarlyExitDraft(_Started):
 
     kind: Literal["early_exit"] = "early_exit"
     layers: NewSize = None
-    """null: chosen before training, from measured costs and from what linear exits accept."""
+    """null: chosen before training, from measured costs and from what linear exits accept; with draft.bits=4 all."""
     rank: Annotated[Count, NEW] = 16
     """The rank of the change; 0: no change."""
     bits: Annotated[Bits4 | None, NEW] = None

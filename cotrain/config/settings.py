@@ -5,7 +5,6 @@ presets of its class, see `register`. `checked` then validates the composed sett
 type or a value outside its range is an error, both in a file and on the command line.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial, reduce
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -53,7 +52,7 @@ from cotrain.config.groups import (
     Trainer,
 )
 from cotrain.config.names import IN_VLLM, below, unknown
-from cotrain.errors import UserError
+from cotrain.errors import UserError, warn
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -503,7 +502,7 @@ def refuse_unread(cfg: Any, typed: Iterable[str]) -> None:
     idle = _idle(cfg) if isinstance(cfg, TrainConfig) else {}
     for why in dict.fromkeys(idle.values()):
         if keys := [f"{key}={value}" for key, value in values.items() if idle.get(key) == why]:
-            print(f"{', '.join(keys)}: the setting has no effect here: {why}", file=sys.stderr)
+            warn(f"{', '.join(keys)}: the setting has no effect here: {why}")
 
 
 def _idle(cfg: TrainConfig) -> dict[str, str]:

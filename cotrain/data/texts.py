@@ -214,12 +214,14 @@ def shortened(batch: Mapping[str, Any], columns: int) -> dict[str, Any]:
     return {name: part[:, : cut[name]] if name in cut else part for name, part in batch.items()}
 
 
+@dataclass(eq=False)
 class SeededOrder(Sampler[int]):
     """Endless shuffled indices from 0 to `size` - 1; each epoch has all of them. They depend only on the seed and the
     epoch. start: how many indices are skipped at first."""
 
-    def __init__(self, size: int, seed: int, start: int = 0) -> None:
-        self.size, self.seed, self.start = size, seed, start
+    size: int
+    seed: int
+    start: int = 0
 
     def __iter__(self) -> Iterator[int]:
         epoch, skip = divmod(self.start, self.size)
@@ -229,17 +231,20 @@ class SeededOrder(Sampler[int]):
             epoch, skip = epoch + 1, 0
 
 
+@dataclass(eq=False)
 class Strided(Sampler[int]):
     """The indices that one process reads from an endless `order`: every `world`-th one, beginning with number `rank`
     (0-based). world: the number of processes."""
 
-    def __init__(self, order: Sampler[int], rank: int, world: int) -> None:
-        self.order, self.rank, self.world = order, rank, world
+    order: Sampler[int]
+    rank: int
+    world: int
 
     def __iter__(self) -> Iterator[int]:
         return islice(self.order, self.rank, None, self.world)
 
 
+@dataclass(eq=False)
 class Curriculum(Sampler[int]):
     """Endless indices, in shuffled order, into two concatenated sets of texts. The first `first` indices are from the
     first set, all later ones from the second.
@@ -248,8 +253,10 @@ class Curriculum(Sampler[int]):
     a resumed run reads the same texts as an uninterrupted one.
     """
 
-    def __init__(self, sizes: tuple[int, int], first: int, seed: int, start: int = 0) -> None:
-        self.sizes, self.first, self.seed, self.start = sizes, first, seed, start
+    sizes: tuple[int, int]
+    first: int
+    seed: int
+    start: int = 0
 
     def __iter__(self) -> Iterator[int]:
         one = iter(SeededOrder(self.sizes[0], self.seed, self.start))

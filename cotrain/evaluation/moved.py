@@ -21,7 +21,7 @@ from cotrain.losses import divergences
 from cotrain.losses.chunked import chunk_positions
 from cotrain.teacher.target_model import Head, Reader
 from inference.models.passes import LAST
-from inference.sampling import wide
+from inference.sampling import at_ids, wide
 
 # of a bound: what reports say, and what is computed, since the KL of texts is skewed: a bound computed at .99 covers
 # .94 to .99 of samples of 12 to 36 texts with lognormal means (deviation .8)
@@ -70,13 +70,13 @@ def movement(original: tuple[Reader, Head], moved: tuple[Reader, Head], texts: T
         vocabulary = moved[1](both[1][0][:1]).shape[-1]
         for at in torch.arange(len(token)).split(chunk_positions(vocabulary, both[1][0].device.type)):
             p, new = (torch.log_softmax(wide(head(states[at])), -1) for states, head in both)
-            x = token[at].long().unsqueeze(1).to(p.device)
+            x = token[at].long().to(p.device)
             figures = [
                 divergences.kl(p, new),
                 divergences.kl(new, p),
                 (p.argmax(-1) == new.argmax(-1)).to(p),
-                p.gather(1, x).squeeze(1),
-                new.gather(1, x).squeeze(1),
+                at_ids(p, x),
+                at_ids(new, x),
             ]
             parts.append([*(one.cpu() for one in figures), token[at], text[at]])
     kl, reverse, same, one, other, tokens, text = (torch.cat(column) for column in zip(*parts, strict=True))

@@ -31,14 +31,13 @@ from inference.drafts.draft_folder import Metadata, load_draft, read, write
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.published import LAYER, LAYER_IDS, MASK_FILE, renamed
 from inference.drafts.weight_files import CONFIG, WEIGHTS, read_json
-from inference.models.pretrained import head_of, layers_of
+from inference.models.pretrained import SPECIAL, head_of, layers_of
 from inference.proposers import kind_of
 from inference.proposers.block import BlockNetwork
 from inference.proposers.eagle import EagleNetwork, output_layers
 
 MASK = "pard_token"  # the key of the mask token in config.json
 RAW_RESIDUAL = ("sglang", "tensorrt_llm")  # whose layers add the features themselves, by their sources
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")  # ids that transformers' DFlash gives defaults
 ASSISTANT = {"fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}  # DFlash's names -> transformers'
 
 
@@ -242,6 +241,7 @@ def _as_assistant(folder: Path, network: BlockNetwork) -> None:
         "mask_token_id": ours["dflash_config"]["mask_token_id"],
         "target_layer_ids": ours["dflash_config"]["target_layer_ids"],
     }
+    # transformers' DFlash gives the special ids defaults
     _replace_config(folder, dict.fromkeys(SPECIAL) | ours | changes)
 
 

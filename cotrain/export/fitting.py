@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from cotrain.errors import UserError
 from cotrain.students.base import KINDS, student_class
 from inference.drafts.draft_folder import Metadata, read
-from inference.drafts.weight_files import CONFIG, read_json
+from inference.drafts.weight_files import CONFIG, json_if_any
 from inference.models.pretrained import head_of
 from inference.models.small_heads import RANK, VOCABULARY
 from inference.proposers.conditioned import KNOTS, MODULE, Scale
@@ -99,8 +99,7 @@ def _logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def refuse_temperature(folder: str | Path, temperature: float | None) -> None:
     """Raise UserError in two cases: the draft in `folder` is conditioned on the temperature and no temperature is
     given, or the draft is not conditioned and one is given."""
-    file = Path(folder) / CONFIG
-    conditioned = KNOTS in read_json(file) if file.is_file() else False
+    conditioned = KNOTS in json_if_any(Path(folder) / CONFIG)
     if conditioned and temperature is None:
         raise UserError(
             f"temperature=null: the draft {folder} depends on the temperature, and an export is for a single one: "
@@ -138,7 +137,7 @@ def small_head_problem(folder: str | Path) -> str | None:
     """Return why no engine loads the head in a draft folder, and how to train instead; None if engines load it. Engines
     read the pruned vocabulary of a feature draft (the tensor d2t), but no head that is a product of two matrices."""
     file = Path(folder) / CONFIG
-    values, kind = read_json(file) if file.is_file() else {}, read(folder).kind
+    values, kind = json_if_any(file), read(folder).kind
     if rank := values.get(RANK):
         return f"{file}: {RANK} is {rank}, and engines load no head of low rank: train with draft.head_rank=null"
     features = kind in KINDS and student_class(kind).features

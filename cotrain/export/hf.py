@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.export.engines import ASSISTANT_TYPE, drafting, engine_named, refuse_kind
@@ -22,7 +21,7 @@ from cotrain.export.fitting import (
 )
 from cotrain.export.publishing import card, planned_anew, without_markov
 from inference.drafts.atomic import new_folder
-from inference.drafts.causal_lm import CausalLM
+from inference.drafts.causal_lm import CausalLM, tensors_of
 from inference.drafts.compatibility import check_pair, hash_target
 from inference.drafts.draft_folder import (
     GENERATION,
@@ -251,10 +250,7 @@ def is_foreign(draft: Folder) -> bool:
 def _stored(draft: Folder) -> list[str]:
     """Return problems with the files of tensors: missing and damaged ones, and numbers that are not finite."""
     try:
-        if draft.layout:
-            tensors = draft.layout.tensors(torch.device("cpu"))
-        else:
-            tensors = {name: one for file in weight_files(draft.path) for name, one in load_file(file).items()}
+        tensors = draft.layout.tensors(torch.device("cpu")) if draft.layout else tensors_of(draft.path)
     except (OSError, ValueError) as error:
         return [str(error)]
     broken = [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]

@@ -1,7 +1,6 @@
 """Export of Medusa heads for vLLM up to 0.32; later versions do not serve them. vLLM drafts the most probable token of
 each head."""
 
-import json
 import shutil
 from dataclasses import replace as changed
 from pathlib import Path
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from cotrain.export.engines import MARK, place, serve_vllm
 from cotrain.export.publishing import planned_anew, said_of, without_markov
-from inference.drafts.atomic import new_folder
+from inference.drafts.atomic import new_folder, write_json
 from inference.drafts.bundled_target import resolve
 from inference.drafts.compatibility import hash_target
 from inference.drafts.draft_folder import REPORT, load_draft, load_tokenizer
@@ -68,7 +67,7 @@ def export(
     if metadata:  # a target of the same sizes may be another model, with other states
         _check_target(Path(source), metadata.target, hash_target(model.config, load_tokenizer(Path(folder))))
     with new_folder(Path(output), replace=replace) as new:
-        (new / CONFIG).write_text(json.dumps(config(network), indent=2) + "\n", encoding="utf-8")
+        write_json(new / CONFIG, config(network), 2)
         save_file(medusa_tensors(network, model), new / WEIGHTS, metadata={"format": "pt"})
         if (Path(source) / REPORT).is_file():
             shutil.copy(Path(source) / REPORT, new / REPORT)

@@ -19,7 +19,7 @@ from inference.drafts.bundled_target import resolve
 from inference.drafts.draft_folder import REPORT, Metadata
 from inference.drafts.gguf_target import gguf_file
 from inference.drafts.moved_target import said
-from inference.drafts.weight_files import read_json
+from inference.drafts.weight_files import json_if_any
 from inference.measure.costs import Costs
 from inference.report.table import table
 
@@ -126,8 +126,8 @@ def planned_anew(
     same = cold or way == measured.objective and (way == "greedy" or rule != "block")
     if same and markov:
         return written, []
-    path = Path(source) / REPORT
-    report = read_json(path) if path.is_file() and measured.kind != "hybrid" else {}  # of its model without look-up
+    # a hybrid's report is of its model without look-up
+    report = json_if_any(Path(source) / REPORT) if measured.kind != "hybrid" else {}
     costs = (report.get("extra") or {}).get("costs")
     seconds = Costs(**costs).rounds if costs else ()
     taus = _taus(report, written, way, markov)
@@ -181,8 +181,7 @@ def tau_table(report: Mapping[str, Any], metadata: Metadata) -> str:
 def without_markov(source: Path, metadata: Metadata) -> str:
     """Return a remark for the README that the export leaves out the draft's Markov head. source: the trained folder; if
     its report has tau with and without the head, the remark compares them."""
-    path, k = source / REPORT, metadata.k
-    report = read_json(path) if path.is_file() else {}
+    report, k = json_if_any(source / REPORT), metadata.k
     whole, without = (_taus(report, metadata, metadata.objective, markov).get(k) for markov in (True, False))
     lost = "The Markov head of the draft is left out, since the engine has none."
     if whole is None or without is None:

@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from inference.sampling import wide
+from inference.sampling import at_ids, wide
 
 
 def alpha(logp: Tensor, logq: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def alpha(logp: Tensor, logq: Tensor) -> Tensor:
 def alpha_greedy(logp: Tensor, logq: Tensor) -> Tensor:
     """Return p(argmax q), (...,), from log p and log q (..., V). It is the acceptance if the engine drafts the most
     probable token, and equals `alpha` for a one-hot q."""
-    return _at(wide(logp), logq.argmax(-1)).exp()
+    return at_ids(wide(logp), logq.argmax(-1)).exp()
 
 
 def entropy(logp: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ def greedy(logp: Tensor, logq: Tensor) -> Tensor:
     Use: for a target that decodes at temperature 0, whose distribution is one-hot. It fails at any other temperature,
     because the draft becomes more confident than p.
     """
-    return -_at(_finite(wide(logq)), logp.argmax(-1))
+    return -at_ids(_finite(wide(logq)), logp.argmax(-1))
 
 
 def greedy_draft(logp: Tensor, logq: Tensor, sharp: float = 4.0) -> Tensor:
@@ -120,7 +120,3 @@ def _neg_log_sum(logs: Tensor) -> Tensor:
     empty = (logs == -torch.inf).all(-1)
     total = torch.logsumexp(logs.masked_fill(empty[..., None], 0.0), -1)
     return -total.masked_fill(empty, _floor(logs))
-
-
-def _at(values: Tensor, x: Tensor) -> Tensor:
-    return values.gather(-1, x[..., None]).squeeze(-1)

@@ -280,4 +280,4 @@ def _heat(chart: Chart) -> dict[str, Any]:
 def escaped_label(text: str) -> str:
     """Return text for names, ticks and labels, escaped because Plotly interprets some markup in them (`<b>`, `<a
     href>`)."""
-    return visible_controls(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return html.escape(visible_controls(text), quote=False)

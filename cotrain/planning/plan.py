@@ -24,6 +24,7 @@ from inference.models.pretrained import cast, widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
 from inference.proposers.eagle import FeatureNetwork
+from inference.proposers.early_exit import FourBits
 from inference.source import SourcedText
 
 
@@ -56,7 +57,11 @@ class Plan:
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
             return self.draft
-        rounded = cast(copy.deepcopy(self.draft).eval(), dtype)
+        rounded = copy.deepcopy(self.draft).eval()
+        for part in rounded.modules():
+            if isinstance(part, FourBits):
+                part.fold()
+        rounded = cast(rounded, dtype)
         if shares_encoder(self.draft, self.target) and not shares_encoder(rounded, self.target):
             return copy.deepcopy(self.draft).eval()
         return rounded

@@ -30,7 +30,8 @@ from cotrain.paths import folder
 from cotrain.ranks import awaited, rank
 from cotrain.rollout.samplers import Sampler, collect
 from inference import Sampling
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_atomic, write_json
+from inference.drafts.weight_files import read_json
 
 SELF = "self"  # the domain
 GIVEN = "openings.jsonl"  # in the folder data: first words for many tasks, which seldom come up by themselves
@@ -176,9 +177,9 @@ class SelfPrompts:
         if not self._fits(about):
             rows, counts = self._sampled(by())
             write_atomic(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-            write_atomic(about, json.dumps(self._origin() | {"counts": counts}, indent=2) + "\n")
+            write_json(about, self._origin() | {"counts": counts}, 2)
             self._partial.unlink(missing_ok=True)
-        print(counts_line(json.loads(about.read_text(encoding="utf-8"))["counts"]))
+        print(counts_line(read_json(about)["counts"]))
         return self.path
 
     @property
@@ -204,7 +205,7 @@ class SelfPrompts:
         that describes how it was sampled."""
         if not about.is_file() or not self.path.is_file():
             return False
-        stored, asked = json.loads(about.read_text(encoding="utf-8")), self._origin()
+        stored, asked = read_json(about), self._origin()
         enough = not self._missing(Counter(stored.pop("counts", {}).get("splits", {})))
         same = {**stored, "wanted": asked["wanted"]} == asked
         return same and (enough or stored["wanted"] == asked["wanted"])

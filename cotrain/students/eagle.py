@@ -25,7 +25,7 @@ from cotrain.students.independent import plain_tensors, pretrained_network, refu
 from cotrain.students.markov import after_tokens
 from inference.drafts.published import fused
 from inference.models import packing
-from inference.models.pretrained import head_weight, id_of, length_of
+from inference.models.pretrained import head_weight, length_of, special_ids
 from inference.models.small_heads import fill
 from inference.proposers import kind_of
 from inference.proposers.eagle import EagleNetwork, FeatureNetwork
@@ -330,9 +330,7 @@ def sizes_of(draft: Draft, target: PreTrainedModel, like: bool) -> dict[str, Any
         "head_rank": draft.head_rank,
         "eagle_aux_hidden_state_layer_ids": list(layers),
         "depths": draft.depths,
-        "bos_token_id": id_of(theirs, "bos_token_id"),
-        "eos_token_id": id_of(theirs, "eos_token_id"),
-        "pad_token_id": id_of(theirs, "pad_token_id"),
+        **special_ids(theirs),
     }
 
 

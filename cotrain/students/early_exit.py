@@ -49,18 +49,19 @@ class EarlyExitStudent(Student):
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
         """Return the network before training: an exit after draft.layers layers of the target, or with init=pretrained
         the exit in the folder draft.path=. If draft.layers is null, the exit is after the most layers that
-        `candidate_exits` offers. Raises ValueError, which names the key to change."""
+        `candidate_exits` offers, or with draft.bits= after all. Raises ValueError, which names the key to change."""
         if draft.depths is None:
             raise ValueError(
                 "draft.depths=null: set how many drafts per round the exit is trained for, for example draft.depths=4"
             )
         if init.kind == "pretrained":
             network: ExitNetwork = pretrained_network(cls, draft, target)
-            _refuse_windows(target, network.config.changes)
+            _refuse_windows(target, network.config)
             network.config.depths = draft.depths
             return network
-        _refuse_windows(target, draft.by_depth)
-        layers = draft.layers or candidate_exits(len(decoder_layers(target)))[-1]
+        _refuse_windows(target, draft)
+        total = len(decoder_layers(target))
+        layers = draft.layers or (total if draft.bits else candidate_exits(total)[-1])
         try:
             return untrained_exit(target, layers, 0 if draft.bits else draft.rank, draft.depths, draft.bits)
         except ValueError as error:
@@ -68,7 +69,7 @@ class EarlyExitStudent(Student):
 
     @cached_property
     def model(self) -> PreTrainedModel:
-        """Return one model that consists of the target's layers up to the exit, with the exit's low-rank changes, and
+        """Return one model that consists of the target's layers up to the exit, with the exit's changes, and
         of its norm and head. The network's weights are shared, so training the network changes this model."""
         assert self.target is not None
         return learning(self.network, self.target).eval()
@@ -81,7 +82,7 @@ class EarlyExitStudent(Student):
         """Raise ValueError for a target with sliding windows, unless the rank is 0, because training rounds support no
         window."""
         assert self.target is not None
-        _refuse_windows(self.target, self.network.config.changes)
+        _refuse_windows(self.target, self.network.config)
 
     def fit(self, texts: Iterable[Tensor]) -> None:
         if self.network.config.bits:
@@ -145,11 +146,13 @@ def candidate_exits(total: int) -> list[int]:
     return sorted({round(total * i / (MOST + 1)) for i in range(1, MOST + 1)})
 
 
-def _refuse_windows(target: PreTrainedModel, changes: bool) -> None:
-    if changes and sliding_window(target.config.get_text_config()):
+def _refuse_windows(target: PreTrainedModel, ask: Any) -> None:
+    """Raise ValueError for a target with sliding windows if its projections are changed. ask: has rank and bits."""
+    if (ask.rank or ask.bits) and sliding_window(target.config.get_text_config()):
+        key, others = ("bits=4", " and draft.bits=null") if ask.bits else (f"rank={ask.rank}", "")
         raise ValueError(
-            f"draft.rank: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be "
-            "trained: set draft.rank=0 and draft.bits=null"
+            f"draft.{key}: the target ({type(target).__name__}) has sliding windows, for which rounds cannot be "
+            f"trained: set draft.rank=0{others}"
         )
 
 

@@ -12,7 +12,6 @@ B texts, T tokens, V vocabulary, D width of the draft's states.
 """
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +24,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, PretrainedCo
 
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
+from cotrain.errors import warn
 from cotrain.losses.guess import Pruned
 from cotrain.ranks import rank
 from cotrain.students.base import ANY, DEFAULT, SHAPE, Guess, Seen, Student, refuse_keys
@@ -39,10 +39,10 @@ from inference.models.pretrained import (
     TIED,
     auto_class,
     head_weight,
-    id_of,
     layers_of,
     length_of,
     refuse_unsupported,
+    special_ids,
     weights_quantisation,
     whole_tensor,
 )
@@ -195,9 +195,7 @@ def scratch(
         max_position_embeddings=length_of(theirs),
         rope_parameters=dict(rope) if rope.get("rope_type") in ROPES else None,
         tie_word_embeddings=True,
-        bos_token_id=id_of(theirs, "bos_token_id"),
-        eos_token_id=id_of(theirs, "eos_token_id"),
-        pad_token_id=id_of(theirs, "pad_token_id"),
+        **special_ids(theirs),
     )
     return LlamaForCausalLM(config)
 
@@ -471,7 +469,7 @@ def published_network(layout: Published, target: PreTrainedModel) -> PreTrainedM
     except (ValueError, OSError) as error:
         raise ValueError(f"draft.path: {error}") from error
     if target.device.type == "meta" and not rank():
-        print(f"draft.path: {line}", file=sys.stderr)
+        warn(f"draft.path: {line}")
     return network
 
 

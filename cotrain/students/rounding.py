@@ -18,21 +18,17 @@ from inference.models.packing import GROUP, best_scales
 from inference.models.pretrained import decoder_layers
 from inference.proposers.early_exit import ExitNetwork
 
-TOKENS = 2**15  # of the texts that are read
+TOKENS = 2**15  # enough texts to fit to
 SHARED = 2**31  # bytes of the sums of one pass over the texts
 DAMPED = 0.01  # of the mean square of the inputs
-BLOCK = 64  # inputs after whose rounding all later ones are changed
+BLOCK = 2 * GROUP  # inputs after whose rounding all later ones are changed
 
 
 @torch.no_grad()
 def fit_rounding(network: ExitNetwork, target: PreTrainedModel, texts: Iterable[Tensor]) -> None:
-    """Set the weights of an exit in 4 bits, in place, so that they round like the target's projections on these texts.
-    texts: token ids (n,) each, as many as have TOKENS tokens."""
-    ids, tokens = [], 0
-    for text in texts:
-        if tokens < TOKENS and len(text):
-            ids.append(text)
-            tokens += len(text)
+    """Set the weights of an exit in 4 bits, in place, so that their products with what the target's projections read on
+    these texts are near the target's. texts: token ids (n,) each."""
+    ids = [text for text in texts if len(text)]
     blocks = decoder_layers(target)[: network.config.num_hidden_layers]
     largest = sum(inside**2 for _, inside in network.config.projections.values()) * 4
     step = max(1, SHARED // largest)

@@ -9,7 +9,6 @@ D width of the LM's states.
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,13 +20,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from cotrain.config.drafts import Draft
+from cotrain.errors import warn
 from cotrain.ranks import rank
 from cotrain.students.base import DEFAULT, KINDS, refuse_keys, student_class
 from cotrain.students.independent import checked_path, config_of, read_lm, with_small_head
 from cotrain.teacher.target_model import load_words
 from inference.drafts.causal_lm import CausalLM
 from inference.drafts.compatibility import tokenizer_problems
-from inference.models.pretrained import head_weight, id_of
+from inference.models.pretrained import head_weight, special_ids
 
 BYTES = bytes_to_unicode()  # byte -> its character in byte-level BPE
 CHARACTERS = {character: byte for byte, character in BYTES.items()}
@@ -187,13 +187,13 @@ def transplanted(draft: Draft, target: PreTrainedModel, words: Tokenizer) -> Pre
     ours = Pieces(own, ids, where)
     rows = sources(Pieces(words, text.vocab_size, "target.path"), ours)
     meta = target.device.type == "meta"
-    special = {f"{role}_token_id": id_of(text, f"{role}_token_id") for role in ROLES[:3]}
+    special = special_ids(text)
     config.get_text_config().update(special)  # of a model on the meta device; another reads its own
     network = read_lm(path, config, target.device, text.vocab_size if meta else ids)
     if not meta:
         rebuild(network, rows + [[]] * (text.vocab_size - len(rows)), (*ours.texts, *ours.special))
     elif not rank():
-        print(summary(rows), file=sys.stderr)
+        warn(summary(rows))
     network.config.get_text_config().update(special)
     network.generation_config = GenerationConfig.from_model_config(network.config)
     embedding: Any = network.get_input_embeddings()

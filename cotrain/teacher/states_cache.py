@@ -27,7 +27,7 @@ from cotrain.data.fingerprints import differences
 from cotrain.data.texts import columns_of
 from cotrain.losses.guess import sent
 from cotrain.teacher.target_model import ENCODER, Reader, Record
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_atomic, write_json
 from inference.models.passes import LAST
 
 MANIFEST = "teacher.json"
@@ -206,7 +206,7 @@ class DiskCache:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / MANIFEST
         if not path.exists():
-            write_atomic(path, json.dumps(maker, indent=2) + "\n")
+            write_json(path, maker, 2)
         stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
         if differ := differences(stored, current):
             raise ValueError(

@@ -3,7 +3,6 @@
 B texts, T tokens, S tokens of an encoder input, D width, V vocabulary, n positions.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,12 +26,13 @@ from transformers import __version__ as transformers_version
 from transformers.masking_utils import find_packed_sequence_indices
 
 from cotrain.data.texts import columns_of
+from cotrain.errors import warn
 from cotrain.losses.guess import sent
 from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import UNREACHED, refuse_missing, resolve
 from inference.drafts.compatibility import ADAPTER
 from inference.drafts.draft_folder import load_tokenizer
-from inference.drafts.weight_files import CONFIG, read_json, weight_files
+from inference.drafts.weight_files import CONFIG, json_if_any, read_json, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, id_of, layers_of, tapped, weights_quantisation, widened
@@ -116,7 +116,7 @@ def load_target(
     own = model.dtype
     if dtype == "auto" and not torch.cuda.is_available() and widened(model).dtype != own:
         dtype = str(own).removeprefix("torch.")
-        print(f"this CPU is slow in {dtype}, so the target runs in float32", file=sys.stderr)
+        warn(f"this CPU is slow in {dtype}, so the target runs in float32")
     if adapter:  # before rows are rounded: the kernel then runs the merged weights
         model = adapted(model, adapter)
     if quantisation == INT8_ROWS:
@@ -160,7 +160,7 @@ def load_config(
     """
     tokenizer = load_words(path, trust_remote_code, key)
     folder = Path(resolve(path))
-    values = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    values = json_if_any(folder / CONFIG)
     kind = values.get("model_type")
     if values and kind not in CONFIG_MAPPING and "auto_map" not in values:
         raise ValueError(

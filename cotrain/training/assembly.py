@@ -9,12 +9,14 @@ from transformers import PreTrainedModel
 
 from cotrain.config.groups import OF_PATH, Loss
 from cotrain.config.settings import TrainConfig, judged, learnt, truncation
+from cotrain.console import working
 from cotrain.data.texts import Texts, joined_texts, none, shared_texts
 from cotrain.evaluation.held_out import DEPTHS, HeldOut, held_out
 from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.losses.spec import parse
 from cotrain.ranks import rank
 from cotrain.students.base import Student, student_class
+from cotrain.students.rounding import TOKENS
 from cotrain.students.transplant import transplanted
 from cotrain.teacher.server_states import COMPARED, ServerReader, agreement
 from cotrain.teacher.target_model import Head, load_words
@@ -23,7 +25,6 @@ from cotrain.training.job import Job, reads_given
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.progress import Progress
 
-FITTED = 256  # texts by which weights in fewer bits are rounded, at most
 CHECKED = 32  # number of the user's texts whose provenance is checked
 
 
@@ -75,7 +76,9 @@ def fit_weights(job: Job, student: Student) -> None:
     """Let a draft with draft.bits=, which does not begin with a folder, set its weights by the training texts."""
     if job.cfg.draft.bits and job.cfg.init.kind != "pretrained":
         learnt = parts(job)[1]
-        student.fit(learnt.ids[i, : int(learnt.length[i])] for i in learnt.evenly(FITTED))
+        count = max(1, int(TOKENS / learnt.length.float().mean()))
+        with working("draft.bits: rounding the target's weights on training texts"):
+            student.fit(learnt.ids[i, : int(learnt.length[i])] for i in learnt.evenly(count))
 
 
 def coverage(held: HeldOut, known: torch.Tensor) -> float:

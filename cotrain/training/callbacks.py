@@ -2,7 +2,6 @@
 
 import ctypes
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from transformers import PreTrainedModel
 
 from cotrain.board import tags
 from cotrain.board.curves import log
+from cotrain.errors import warn
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.ranks import rank
 from cotrain.students.quantised import draft_projections
@@ -280,10 +280,9 @@ class StandingWeights(Callback):
         moved, learning = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         if moved <= learning / 2 and not rank():
             rate = trainer.optimizers[0].param_groups[0]["lr"]
-            print(
+            warn(
                 f"after {FIRST} steps only {moved / max(learning, 1):.0%} of the draft's weights have moved: at the "
-                f"learning rate {rate:.1e}, rounding loses the updates of the other weights: raise optimizer.lr",
-                file=sys.stderr,
+                f"learning rate {rate:.1e}, rounding loses the updates of the other weights: raise optimizer.lr"
             )
 
 

@@ -9,8 +9,7 @@ exit and interpolated, since all layers cost the same.
 N tokens, n tokens of one text, D width, B texts, T tokens of the longest text, V vocabulary.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cotrain.data.corpora import shipped_ids
 from cotrain.data.splits import SPLITS, apart
 from cotrain.planning.forecast import Acceptance, acceptance, forecast
 from cotrain.planning.plan import Plan
@@ -26,19 +24,19 @@ from cotrain.planning.planner import costs_of, plain_texts
 from cotrain.ranks import awaited, rank
 from cotrain.students.base import student_class
 from cotrain.students.early_exit import candidate_exits
-from cotrain.teacher.target_model import served
+from cotrain.teacher.target_model import Head, served
 from cotrain.training.job import Job
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_json
+from inference.drafts.weight_files import read_json
 from inference.exactness.figures import Figures
 from inference.measure.costs import Costs
 from inference.models.passes import LAST
 from inference.models.pretrained import decoder_layers
 from inference.output import Emitted
 from inference.proposers.early_exit import final_norm, untrained_exit
-from inference.sampling import certain, probs
+from inference.sampling import at_ids, certain, probs
 
 FILE = "exit_plan.json"  # in the run's folder, so that a resumed run has the same exit
-Head = Callable[[Tensor], Tensor]
 
 
 class TextStates(NamedTuple):
@@ -111,8 +109,7 @@ def exit_figures(layer: int, texts: Sequence[TextStates], head: Head, plan: Plan
         p = probs(head(text.states[LAST]), plan.sampling)
         q = probs(head(moved(text.states[layer], w)), plan.sampling)
         q = certain(q) if plan.objective == "greedy" else q
-        at = text.x.unsqueeze(1)
-        px, qx = (distribution.gather(1, at).squeeze(1).double().cpu() for distribution in (p, q))
+        px, qx = (at_ids(distribution, text.x).double().cpu() for distribution in (p, q))
         rows[0, row, : len(px)] = px.clamp(min=torch.finfo(torch.float32).tiny).log()
         rows[1, row, : len(px)] = qx.log()
         rows[2, row, : len(px)] = torch.minimum(p, q).sum(1).double().cpu()
@@ -143,12 +140,11 @@ def exit_plan(job: Job, layers: int) -> Plan:
     cfg = job.cfg
     network = untrained_exit(job.target, layers, 0, cfg.draft.depths or 1)
     torch.nn.Module.to(network, job.target.device, job.target.dtype)
+    prompts = None  # the shipped ones
     if cfg.data.path:
         ranking, final = (job.source(s).several(cfg.rollout.prompt_tokens, cfg.rollout.seed) for s in SPLITS[1:])
-        given = apart(ranking, final, [], "own")
-    else:
-        given = apart(*shipped_ids(job.tokenizer, cfg.bench.prompt_tokens), [], "shipped")
-    return job.plan_with(network, given)
+        prompts = apart(ranking, final, [], "own")
+    return job.plan_with(network, prompts)
 
 
 def exits(job: Job) -> list[dict[str, Any]]:
@@ -175,7 +171,7 @@ def plan_exits(job: Job) -> dict[str, Any] | None:
     folder, where a resumed run and the other processes of the run read it.
     """
     draft: Any = job.cfg.draft
-    if not student_class(draft.kind).open_layers or draft.layers is not None or job.cfg.init.kind == "pretrained":
+    if not student_class(draft.kind).open_layers or draft.layers or draft.bits or job.cfg.init.kind == "pretrained":
         return None
     path = job.folder / FILE
     if rank():
@@ -183,8 +179,8 @@ def plan_exits(job: Job) -> dict[str, Any] | None:
     if not path.is_file():
         rows = exits(job)
         best = max(rows, key=lambda one: (one["speedup"], -one["layers"]))
-        write_atomic(path, json.dumps({"layers": best["layers"], "exits": rows}) + "\n")
-    plan: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        write_json(path, {"layers": best["layers"], "exits": rows})
+    plan = read_json(path)
     draft.layers = plan["layers"]
     print("\n".join(exit_lines(plan)))
     return plan

@@ -204,8 +204,8 @@ class Job:
         return self.plan_with(draft, self.prompts)
 
     def plan_with(self, draft: PreTrainedModel, prompts: Prompts | None) -> measurement.Plan:
-        """Return a plan to measure a draft with these prompts. prompts: None for a draft whose measurement is never
-        run."""
+        """Return a plan to measure a draft with these prompts. prompts: None for the shipped ones, as for a draft whose
+        measurement is never run."""
         names = (self.cfg.target.path, draft_name(self.cfg))
         return measurement.Plan(
             self.target,

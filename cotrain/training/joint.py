@@ -14,10 +14,8 @@ So everything after the third stage is the ordinary training of a draft for a ta
 """
 
 import copy
-import json
 import math
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,7 +36,7 @@ from cotrain.config.settings import TrainConfig, from_target, sampling
 from cotrain.data.prompt_rows import Source
 from cotrain.data.splits import shared
 from cotrain.data.texts import Texts
-from cotrain.errors import UserError, user_errors
+from cotrain.errors import UserError, user_errors, warn
 from cotrain.evaluation.held_out import HeldOut, Scores
 from cotrain.evaluation.held_out import held_out as read_held_out
 from cotrain.evaluation.moved import CLAIMED, CONFIDENCE, Movement, movement, movement_figures
@@ -59,11 +57,10 @@ from cotrain.training.preconditions import RunOutline, refuse_given
 from cotrain.training.results import unmeasured
 from cotrain.training.run import target_prompts, train
 from inference import Engine
-from inference.drafts import moved_target
-from inference.drafts.atomic import new_folder, write_atomic
+from inference.drafts.atomic import new_folder, write_json
 from inference.drafts.gguf_target import sha256
-from inference.drafts.moved_target import IDENTITY, MOVED, said
-from inference.drafts.weight_files import read_json
+from inference.drafts.moved_target import IDENTITY, MOVED, movement_of, said
+from inference.drafts.weight_files import json_if_any, read_json
 from inference.models.passes import LAST
 from inference.models.pretrained import cast as cast_to
 from inference.models.pretrained import weights_quantisation
@@ -114,28 +111,24 @@ def joint(
     return train(serving_settings(cfg, folder), folder, deadline, texts=texts, prompts=prompts)
 
 
-def _seals(folder: Path) -> dict[str, str]:
-    return dict(read_json(folder / SEALS)) if (folder / SEALS).is_file() else {}
-
-
 def seal(folder: Path, parts: Sequence[str]) -> None:
     """Note the hashes of the files that a stage has written to the folders `parts` of the run's folder, with which
     `remove_changed` compares when the run goes on."""
     if not rank():
         files = [file for part in parts for file in (folder / part).rglob("*") if file.is_file()]
         new = {str(file.relative_to(folder)): sha256(file) for file in files}
-        write_atomic(folder / SEALS, json.dumps(_seals(folder) | new) + "\n")
+        write_json(folder / SEALS, json_if_any(folder / SEALS) | new)
 
 
 def remove_changed(folder: Path, parts: Sequence[str]) -> None:
     """Remove the folders `parts` of the run's folder if a file in them is not as its stage wrote it. The stage, which
     has its checkpoint, then writes them again."""
-    seals = _seals(folder)
+    seals = json_if_any(folder / SEALS)
     known = [folder / name for name in seals if name.startswith(tuple(f"{part}/" for part in parts))]
     changed = [file for file in known if file.is_file() and sha256(file) != seals[str(file.relative_to(folder))]]
     if not changed:
         return
-    print(f"{changed[0]} was changed since it was written: it is made again", file=sys.stderr)
+    warn(f"{changed[0]} was changed since it was written: it is made again")
     if not rank():
         for part in parts:
             shutil.rmtree(folder / part, ignore_errors=True)
@@ -156,7 +149,7 @@ def original_texts(
     target: the moved target, which samples the held-out texts of the last stage from the same prompts as the
     original's. folder: the run's folder. Reading the training texts raises UserError if they are no longer on disk.
     """
-    place, about = rollouts(cfg, folder), json.loads((folder / TARGET / MOVED).read_text(encoding="utf-8"))
+    place, about = rollouts(cfg, folder), read_json(folder / TARGET / MOVED)
     texts = sampled_texts(cfg, target, tokenizer, place)
     return replace(texts, identity=about[IDENTITY], by=partial(_refuse_sampling, place))
 
@@ -219,7 +212,7 @@ def refuse_joint(cfg: TrainConfig, known: RunOutline) -> None:
 
 def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
     """Raise UserError if the moved target in the folder `place` is not certified, unless joint.uncertified=true."""
-    about = moved_target.movement_of(str(place))
+    about = movement_of(str(place))
     assert about is not None
     if not about["certified"] and not cfg.joint.uncertified:
         raise UserError(
@@ -234,18 +227,21 @@ def refuse_uncertified(cfg: TrainConfig, place: Path) -> None:
 
 def warming(cfg: TrainConfig) -> TrainConfig:
     """Return the settings of the first stage: the draft learns from the original target for joint.warm_steps= steps."""
-    first = copy.deepcopy(cfg)
-    first.mode, first.measure, first.trainer.steps = "distil", False, cfg.joint.warm_steps
-    first.trainer.validations = min(cfg.trainer.validations, cfg.joint.warm_steps)
-    return first
+    return _without_measurement(cfg, cfg.joint.warm_steps)
+
+
+def _without_measurement(cfg: TrainConfig, steps: int) -> TrainConfig:
+    """Return the settings of a stage of `steps` steps, which ends without a measurement."""
+    stage = copy.deepcopy(cfg)
+    stage.mode, stage.measure, stage.trainer.steps = "distil", False, steps
+    stage.trainer.validations = min(cfg.trainer.validations, steps)
+    return stage
 
 
 def moving(cfg: TrainConfig, folder: Path) -> TrainConfig:
     """Return the settings of the second stage: draft and adapter learn for joint.steps= steps, with the training's last
     loss. folder: the run's folder."""
-    second = copy.deepcopy(cfg)
-    second.mode, second.measure, second.trainer.steps = "distil", False, cfg.joint.steps
-    second.trainer.validations = min(cfg.trainer.validations, cfg.joint.steps)
+    second = _without_measurement(cfg, cfg.joint.steps)
     second.trainer.corpus_steps = 0
     second.draft.quantisation, second.trainer.minutes, second.trainer.cache = "none", None, None
     second.loss = _last_loss(cfg)
@@ -506,11 +502,10 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
     if cfg.joint.weight is None:
         scale = choose_scale(job.target, module.live, module.head_target, choosing, cfg.joint.epsilon)
     if not scale:
-        print(
+        warn(
             f"warning: joint.epsilon={cfg.joint.epsilon:g}: no scale of the adapter that was tried kept the upper "
             "confidence bound on the KL within epsilon, so the target is unchanged: raise rollout.held_out_texts= "
-            "(more texts tighten the bound) or joint.epsilon=",
-            file=sys.stderr,
+            "(more texts tighten the bound) or joint.epsilon="
         )
     with new_folder(place, replace=True) as new:
         if weights_quantisation(job.target.config):
@@ -526,7 +521,7 @@ def write_certified(cfg: TrainConfig, job: Job, module: JointTraining, wrapped: 
         sets = {"texts": judging, "own_texts": sampled_again(again, moved, job, judging)}
         parts = {name: movement(first, second, texts) for name, texts in sets.items()}
         about = _about(cfg, job, parts) | {"scale": scale, "multiplier": float(module.multiplier)}
-        write_atomic(new / MOVED, json.dumps(about) + "\n")
+        write_json(new / MOVED, about)
         print(said(about))
 
 

@@ -4,7 +4,6 @@ Both `check=true` and a run call `require` first, so both reject the same settin
 """
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from cotrain.data.prompt_rows import PromptRows, Source, prompt_tokens, said_of_
 from cotrain.data.sequence_tasks import CORPORA, LONGEST
 from cotrain.data.sources import files_of, refuse_short, sources_apart
 from cotrain.data.splits import SPLITS, apart
-from cotrain.errors import UserError, user_errors
+from cotrain.errors import UserError, user_errors, warn
 from cotrain.ranks import rank
 from cotrain.rollout.self_prompts import SELF, opening, unended
 from cotrain.rollout.training_texts import Start, completed, start_of
@@ -109,10 +108,9 @@ def require(cfg: TrainConfig) -> RunOutline:
             _refuse_template(cfg, opening(template).chat)
             _shares(cfg, target, {})
             if end := unended(template):
-                print(
+                warn(
                     f"warning: the target's chat template ends answers with {end!r}, but its texts go on after it: "
-                    f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json",
-                    file=sys.stderr,
+                    f"add {template.ids(end)[0]} to eos_token_id of its generation_config.json"
                 )
             _say(cfg, cfg.rollout.texts * len(learnt(cfg)))
             if reads_given(cfg, True):
@@ -407,10 +405,7 @@ def _target(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> 
             f"regime.top_k={cfg.regime.top_k}: the target has {size} tokens; set regime.top_k=0 to cut no tokens"
         )
     if cfg.quantisation.kind not in ("none", INT8_ROWS) and device() == "cpu":
-        print(
-            f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not",
-            file=sys.stderr,
-        )
+        warn(f"warning: quantisation={cfg.quantisation.kind} on a CPU: acceptance is as on a GPU, but speeds are not")
 
 
 def refuse_sourced(cfg: TrainConfig, target: PreTrainedModel) -> None:
@@ -467,6 +462,8 @@ def _draft(cfg: TrainConfig, target: PreTrainedModel, tokenizer: Tokenizer) -> P
     refuse_rounded(cfg.draft.kind, cfg.quantisation.kind, target)
     if cfg.draft.quantisation != "none":
         refuse_unknown(draft)
+    if cfg.draft.bits and cfg.draft.trained:
+        return draft  # its size is the target's, of fewer bits
     larger, smaller = size_of(target), size_of(draft)
     for what, ours, theirs in zip(("parameters", "parameters used for a token"), smaller, larger, strict=True):
         if ours > theirs:
@@ -534,7 +531,7 @@ def say_other_weights(draft: str, metadata: Metadata | None, target: str, adapte
     draft: the draft's folder. metadata: the content of its cotrain.json, or None without one. target, adapter: paths.
     """
     if not rank() and (changed := other_weights(metadata, target, adapter)):
-        print(f"draft.path={draft}: {changed}", file=sys.stderr)
+        warn(f"draft.path={draft}: {changed}")
 
 
 class Size(NamedTuple):

@@ -23,7 +23,7 @@ from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.job import Job, loss_name, objective
 from cotrain.training.module import Distillation
 from inference.drafts import moved_target
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_json
 from inference.drafts.compatibility import hash_target, hash_weights
 from inference.drafts.draft_folder import REPORT, Metadata, ServedAs, save
 from inference.drafts.gguf_target import about
@@ -38,7 +38,7 @@ def keep_figures(job: Job, steps: int, figures: dict[str, Any]) -> None:
     cfg = job.cfg
     label = cfg.label or (loss_name(cfg.loss) if cfg.draft.trained else cfg.draft.kind)
     figures = {"label": label, "seed": cfg.trainer.seed, "steps": steps, **figures, "environment": environment()}
-    write_atomic(job.folder / comparison.FIGURES, json.dumps(figures) + "\n")
+    write_json(job.folder / comparison.FIGURES, figures)
 
 
 def export(

@@ -26,7 +26,7 @@ from cotrain.training import exits, results
 from cotrain.training.assembly import fit_weights, foreign, held_out_texts, new_student, prune, trained_by
 from cotrain.training.callbacks import MeasureSpeed
 from cotrain.training.deadline import PROMPTS, Deadline
-from cotrain.training.fit import START, as_served, fit
+from cotrain.training.fit import CHECKPOINT, START, as_served, fit
 from cotrain.training.interrupts import listening
 from cotrain.training.job import Job, models, objective, sample_prompts, settle
 from cotrain.training.module import Distillation, alpha_of
@@ -89,7 +89,8 @@ def train(
         refuse_packed(job, student)
         held_out = held_out_texts(job)  # `fit` samples the texts to learn from
         prune(job, student, held_out[cfg.regime.temperature])
-        fit_weights(job, student)
+        if not (folder / CHECKPOINT).exists():
+            fit_weights(job, student)
         module = build(job, student, held_out)
         given = foreign(job)
         speed = ranking(job, module) if cfg.measure else None

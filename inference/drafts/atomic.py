@@ -6,6 +6,7 @@ replacement was interrupted, that write also restores the old folder.
 """
 
 import errno
+import json
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 _OWNER = re.compile(r"(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}\.(?P<role>new|old)")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -29,6 +31,11 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """
     with new_file(path) as new:
         new.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a value as JSON to `path`, as `write_atomic` does. indent: as for `json.dumps`."""
+    write_atomic(path, json.dumps(value, indent=indent) + "\n")
 
 
 @contextmanager

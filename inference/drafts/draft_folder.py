@@ -37,6 +37,7 @@ from inference.drafts.weight_files import (
     CONFIG,
     building,
     class_named,
+    json_if_any,
     load_weights,
     read_json,
     require_finite,
@@ -44,7 +45,7 @@ from inference.drafts.weight_files import (
     wrong_keys,
 )
 from inference.models.quantisation import QUANTISATIONS
-from inference.sampling.parameters import Sampling
+from inference.sampling.parameters import Sampling, is_whole
 from inference.verify.rules import rule_of
 from inference.verify.tree import Tree, depths_of
 
@@ -80,7 +81,7 @@ class PlannedTree:
 
     def __post_init__(self) -> None:
         listed = isinstance(self.parents, Sequence) and not isinstance(self.parents, str)
-        if not listed or any(isinstance(node, bool) or not isinstance(node, int) for node in self.parents):
+        if not listed or not all(map(is_whole, self.parents)):
             raise ValueError(f"tree.parents must be a list of whole numbers, not {self.parents!r}")
         object.__setattr__(self, "parents", tuple(self.parents))
         try:
@@ -201,7 +202,7 @@ class Metadata:
                 "target must have the keys name (text), config and tokenizer, and may have weights; it has "
                 f"{dict(self.target)!r}"
             )
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+        if not is_whole(self.k, 1):
             raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
         if not isinstance(self.int8, bool):
             raise ValueError(f"int8 must be true or false, not {self.int8!r}")
@@ -538,7 +539,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     for name in TOKENIZER_FILES:
         if name.endswith(".json") and (path / name).is_file():
             read_json(path / name)
-    values = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
+    values = json_if_any(path / CONFIG)
     config = PretrainedConfig()  # of an unknown type of model, for which transformers warns
     if values.get("model_type", "") in CONFIG_MAPPING or "auto_map" in values:
         with building(path):

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from inference.drafts.atomic import new_folder, write_atomic
+from inference.drafts.atomic import new_folder, write_json
 
 ENDING = ".gguf"
 ABOUT = "gguf.json"  # in a dequantised folder: the file that it came from, and hashes of its own files
@@ -213,7 +213,7 @@ def _write(file: Path, digest: str, folder: Path, key: str) -> None:
     tokenizer.save_pretrained(folder)
     files = {str(one.relative_to(folder)): sha256(one) for one in sorted(folder.rglob("*")) if one.is_file()}
     values = {"format": FORMAT, "file": file.name, **said, "sha256": digest, "files": files}
-    write_atomic(folder / ABOUT, json.dumps(values, indent=2) + "\n")
+    write_json(folder / ABOUT, values, 2)
 
 
 def _header(file: Path, key: str) -> tuple[dict[str, str], str | None, str | None, dict[str, int]]:

@@ -1,8 +1,9 @@
 """Targets that joint training has moved away from an original target (`cotrain train mode=joint`)."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from inference.drafts.weight_files import read_json
 
 MOVED = "moved.json"  # in the folder of a moved target or of its adapter: the original, and how far the target moved
 IDENTITY = "identity"  # in that file: the fingerprint of the original target
@@ -15,7 +16,7 @@ def movement_of(path: str, adapter: str | None = None) -> dict[str, Any] | None:
     file = Path(adapter or path) / MOVED
     if not file.is_file():
         return None
-    return {name: value for name, value in json.loads(file.read_text(encoding="utf-8")).items() if name != IDENTITY}
+    return {name: value for name, value in read_json(file).items() if name != IDENTITY}
 
 
 def said(moved: dict[str, Any]) -> str:

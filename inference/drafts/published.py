@@ -14,13 +14,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from inference.drafts.weight_files import CONFIG, WEIGHTS, building, differing, read_json, require_sound, weight_files
-from inference.models.pretrained import layers_of
+from inference.drafts.weight_files import (
+    CONFIG,
+    WEIGHTS,
+    building,
+    differing,
+    read_json,
+    require_sound,
+    shapes_of,
+    weight_files,
+)
+from inference.models.pretrained import layers_of, special_ids
 from inference.models.small_heads import refuse_ids
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"  # a key of EAGLE-3's config.json: the layers whose inputs it reads
@@ -100,9 +108,7 @@ class Published(NamedTuple):
             if file.suffix != ".safetensors":
                 tensors |= _unpickled(file, device)
             elif device.type == "meta":
-                with safe_open(file, "pt") as stored:
-                    for name in stored.keys():
-                        tensors[name] = torch.empty(stored.get_slice(name).get_shape(), device="meta")
+                tensors |= {name: torch.empty(shape, device="meta") for name, shape in shapes_of([file]).items()}
             else:
                 tensors |= load_file(file)
         return tensors
@@ -264,9 +270,7 @@ def _sizes(config: PretrainedConfig) -> dict[str, Any]:
         "rope_parameters": rope,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "pad_token_id": config.pad_token_id,
+        **special_ids(config),
     }
 
 

@@ -28,6 +28,11 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
+def json_if_any(file: Path) -> dict[str, Any]:
+    """Return what `read_json` returns, or {} if there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
 def wrong_keys(values: Mapping[str, Any], names: Set[str], optional: Set[str] = frozenset()) -> str:
     """Return which keys of a JSON object are missing and which are unknown, as text; "" if none is. names: the keys
     that it may have. optional: those of them that it may lack."""

@@ -30,7 +30,7 @@ from inference.exactness.likelihood import moments
 from inference.exactness.teacher_forced import CELLS as LOGITS
 from inference.exactness.teacher_forced import whole_texts
 from inference.models.lm import LM
-from inference.sampling import Sampling, probs, wide
+from inference.sampling import Sampling, at_ids, probs, wide
 
 LEVEL = 1e-4  # probability of a false alarm, at most, from some `LEAST` tokens on
 LEAST, BLUNT = 300, 0.1  # fewer tokens than this, or a power that sees only larger shifts: nothing is judged
@@ -201,7 +201,7 @@ def from_target(
             logits, x = block.logits[0], block.x[0]
             p, high = probs(logits, sampling), wide(logits)
             q = probs(of_draft[0].logits[0], sampling) if of_draft else None
-            own, least = high.gather(-1, x.unsqueeze(-1)).squeeze(-1), high.masked_fill(p == 0, math.inf).amin(-1)
+            own, least = at_ids(high, x), high.masked_fill(p == 0, math.inf).amin(-1)
             gap = ((least - own) / block.scale[0]).clamp(min=0)
             yield row, ServedText(x, p, q, gap, greedy=sampling.temperature == 0, start=block.start)
 

@@ -23,7 +23,7 @@ from inference.exactness.ties import near_ties
 from inference.output import Emitted
 from inference.proposers.base import Outcome, Proposal, Siblings
 from inference.round import DecodingRound
-from inference.sampling import Sampling, one_hot
+from inference.sampling import Sampling, at_ids, one_hot, up_to
 from inference.scheduler import Call
 from inference.verify.predict_tree import reach_of_round
 from inference.verify.rules import Rule
@@ -62,7 +62,7 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
                 near_q[one.rows, t + j, j] = one.near_q[:, j]
             if one.reach is not None:
                 reach[one.rows, t, : one.reach.shape[1]] = one.reach
-    inside = torch.arange(T) < lengths[:, None]
+    inside = up_to(lengths, T)
     logq, alpha, near_q = (part[:, :T].masked_fill(~inside[..., None], 0) for part in (logq, alpha, near_q))
     return Figures(logp, logq, alpha, near_p, near_q, k, lengths, reach if D else None)
 
@@ -202,11 +202,11 @@ def _of_chain(one: Along, proposal: Proposal, noise: float, sampling: Sampling) 
     follows, first = round.follows[:, :K], round.follows[:, 0]
     q = _distributions(round, p, proposal)
     k = usable_lengths(p[:, : K + 1], q, round.length(proposal.k))  # a draft without a distribution ends the round
-    drafted = torch.arange(K, device=x.device) < k.unsqueeze(1)
+    drafted = up_to(k, K)
     along = pad((x == follows)[:, :-1].to(torch.int64).cumprod(1), (1, 0), value=1) if K else drafted
     met = drafted & (along > 0)
-    qx = q.gather(-1, follows.unsqueeze(-1)).squeeze(-1).double()
-    px = p[:, 0].gather(-1, first.unsqueeze(-1)).squeeze(-1).double()
+    qx = at_ids(q, follows).double()
+    px = at_ids(p[:, 0], first).double()
     # float32 distributions sum to one but for rounding
     overlap = torch.minimum(p[:, :K], q).sum(-1).clamp(max=1).double()
     close = [round.close.get(j, torch.zeros_like(first, dtype=torch.bool)).to(x.device) for j in range(K)]
@@ -245,11 +245,11 @@ def _of_tree(one: Along, first_token: _RoundFigures) -> _RoundFigures:
     levels = torch.tensor([max(depths[: nodes + 1]) for nodes in proposal.k])  # rows may draft fewer than the tree has
     D = len(round.drawn)
     x = round.follows[:, [min(j, round.follows.shape[1] - 1) for j in range(D)]]
-    inside = torch.arange(D, device=x.device) < one.left.unsqueeze(1)
+    inside = up_to(one.left, D)
     nodes, seed = round.length(proposal.k), round.starts[0] * 2**20 + round.ids[0] % 2**20
     reach = reach_along(one.p, round.drawn, round.offered, x, inside, shape, nodes, round.rule, round.certain, seed)
     near = torch.stack([round.close[j] for j in range(D)], 1) if round.certain else torch.zeros_like(inside)
-    drafted = torch.arange(D) < levels.unsqueeze(1)
+    drafted = up_to(levels, D)
     near = (near.cpu() & drafted & inside.cpu()).any(1, keepdim=True)
     first = reach[:, 1:2].cpu() if reach is not None else torch.zeros(len(x), 1, dtype=torch.float64)
     nothing = torch.zeros_like(first)

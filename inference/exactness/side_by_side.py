@@ -17,7 +17,7 @@ from inference.exactness.ties import MARGIN, near_ties, noise_of
 from inference.models.lm import LM
 from inference.output import Emitted
 from inference.proposers.base import Proposer
-from inference.sampling import Sampling, one_hot, probs
+from inference.sampling import Sampling, at_ids, one_hot, probs, up_to
 
 LARGEST = 3.3  # standard deviations: the size of the largest of a thousand changes by rounding, see `ties`
 
@@ -63,7 +63,7 @@ def pair_figures(
         for value, one in zip(values, (logp, logq, alpha, near_p, near_q), strict=True):
             value[p_block.rows, columns] = one.double().cpu()
     lengths = torch.tensor([len(text) for text in texts.tokens])
-    inside = torch.arange(k.shape[1]) < lengths[:, None]
+    inside = up_to(lengths, k.shape[1])
     values = values.masked_fill(~inside, 0.0)
     logp, logq, alpha, near_p, near_q = values
     return Figures(logp, logq, alpha, near_p > 0, near_q > 0, k, lengths, rounding=_rounding(noise, sampling))
@@ -103,7 +103,6 @@ def _pair(p_block: TextLogits, q_block: TextLogits, sampling: Sampling, greedy: 
     p, q = probs(p_block.logits, sampling), probs(q_block.logits, sampling).to(p_block.logits.device)
     if greedy:
         q = one_hot(q.argmax(-1), q)
-    at = p_block.x.unsqueeze(-1)
-    px, qx = p.gather(-1, at).squeeze(-1).double(), q.gather(-1, at).squeeze(-1).double()
+    px, qx = at_ids(p, p_block.x).double(), at_ids(q, p_block.x).double()
     alpha = torch.minimum(p, q).sum(-1).clamp(max=1)  # float32 distributions sum to one but for rounding
     return px.clamp(min=torch.finfo(torch.float32).tiny).log(), qx.log(), alpha

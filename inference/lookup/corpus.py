@@ -7,7 +7,6 @@ end of a text, read backwards, is the beginning of an entry of the suffix array.
 longest suffix of the text that occurs anywhere. Both arrays are memory-mapped.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference.drafts.atomic import new_folder
+from inference.drafts.atomic import new_folder, write_json
 from inference.drafts.weight_files import read_json, wrong_keys
 from inference.lookup.suffixes import NONE, Ids, Match, common_prefix, first_place, suffix_array
 
@@ -41,6 +40,7 @@ class About:
     format: int = FORMAT
 
 
+@dataclass(eq=False)
 class Datastore:
     """A corpus from which drafts are retrieved (He et al. 2023, REST, 2311.08252). Drafts are chains: the most frequent
     continuation.
@@ -50,8 +50,9 @@ class Datastore:
     `datastore.json`.
     """
 
-    def __init__(self, tokens: Ids, order: NDArray[np.integer], about: About) -> None:
-        self.tokens, self.order, self.about = tokens, order, about
+    tokens: Ids
+    order: NDArray[np.integer]
+    about: About
 
     @classmethod
     def of(cls, documents: Iterable[Sequence[int]], about: About) -> "Datastore":
@@ -80,7 +81,7 @@ class Datastore:
         with new_folder(Path(folder), replace=replace) as new:
             np.save(new / TOKENS, self.tokens)
             np.save(new / ORDER, self.order)
-            (new / ABOUT).write_text(json.dumps(asdict(self.about), indent=2) + "\n", encoding="utf-8")
+            write_json(new / ABOUT, asdict(self.about), 2)
         return Path(folder)
 
     @classmethod

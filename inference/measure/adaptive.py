@@ -13,7 +13,7 @@ from math import inf
 
 from inference.measure.arms import Arm, ArmResult
 from inference.measure.contention import contention_line, cores, others, reading
-from inference.measure.timing import Batch, Timing, batches_of, turn, warm
+from inference.measure.timing import Timing, batches_of, turn, warm
 
 LEAST = 8  # batches: a bootstrap over fewer is too narrow
 FEWEST = 5  # batches, even past the time limit: a bootstrap over two has only three values
@@ -92,7 +92,7 @@ def until_known(
             runs.append([result])
         done += 1
         if done >= due:
-            near = _timing(batches, runs).ratio(*pair).within
+            near = Timing(batches[: len(runs)], runs).ratio(*pair).within
             if say:
                 say(done, near)
         if turned:
@@ -104,7 +104,7 @@ def until_known(
         spent = clock() - start
         if done >= FEWEST and clock() + spent / (done + 1) > wanted.until:
             break
-    timing = _timing(batches, runs)
+    timing = Timing(batches[: len(runs)], runs)
     near = timing.ratio(*pair).within
     within = wanted.within if wanted.within < inf else None
     enough = near <= wanted.within and done >= least and (within is None or len(runs) >= LEAST)
@@ -118,10 +118,6 @@ def until_known(
         others(before, reading()),
         cores(),
     )
-
-
-def _timing(batches: list[Batch], runs: list[list[dict[str, ArmResult]]]) -> Timing:
-    return Timing(batches[: len(runs)], runs)
 
 
 def reached_lines(reached: Reached) -> list[str]:

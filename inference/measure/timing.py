@@ -6,6 +6,7 @@ rotating order. Intervals come from resampling whole batches; the results of bot
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -42,13 +43,7 @@ class Interval(NamedTuple):
 
 def together(parts: Sequence[Emitted]) -> Emitted:
     """Return the texts of several timings as one list, in order."""
-    texts = Emitted([], [], [], [])
-    for part in parts:
-        texts.prompts.extend(part.prompts)
-        texts.ids.extend(part.ids)
-        texts.tokens.extend(part.tokens)
-        texts.counts.extend(part.counts)
-    return texts
+    return Emitted(*(list(chain.from_iterable(lists)) for lists in zip(*parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ class Timing:
     def speed(self, arm: str, decode: bool = False) -> float:
         """Return an arm's tokens per second: sum of tokens / sum of wall seconds, prefill included. decode: whether to
         leave the prefill out."""
-        return float(_speed(self._paid(arm, decode)))
+        return float(ratio_of_sums(self._paid(arm, decode)))
 
     def ratio(self, a: str, b: str, decode: bool = False, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
         """Return speed(a) / speed(b) of two arms over the runs that have both, with the 95 % percentile interval of a
@@ -85,7 +80,7 @@ class Timing:
         both arms' speeds from the same batches. seed: of these draws.
         """
         x, y = self._paid(a, decode, b), self._paid(b, decode, a)  # (batches, 2)
-        return bootstrapped(lambda at: _speed(x[at]) / _speed(y[at]), len(x), resamples, seed)
+        return bootstrapped(lambda at: ratio_of_sums(x[at]) / ratio_of_sums(y[at]), len(x), resamples, seed)
 
     def stats(self, arm: str) -> Stats | None:
         """Return the counts and clocks of all runs of an arm, or None for an arm without counts."""
@@ -124,9 +119,10 @@ def bootstrapped(figure: Callable[[np.ndarray], np.ndarray], batches: int, resam
     return Interval(value, float(low), float(high))
 
 
-def _speed(paid: np.ndarray) -> np.ndarray:
-    """Return tokens per second (...). paid (..., batches, 2): the tokens and seconds of each batch."""
-    total = paid.sum(-2)
+def ratio_of_sums(pairs: np.ndarray) -> np.ndarray:
+    """Return (...): the sum of the first numbers over that of the second ones. pairs (..., N, 2): of each batch or
+    prompt, such as its tokens and seconds."""
+    total = pairs.sum(-2)
     return np.asarray(total[..., 0] / total[..., 1])
 
 

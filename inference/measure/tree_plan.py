@@ -35,7 +35,7 @@ from inference.output import Emitted
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
 from inference.proposers.trees import StaticTrees
-from inference.sampling import Sampling, probs
+from inference.sampling import Sampling, probs, up_to
 from inference.verify.predict_tree import (
     SAMPLES,
     by_draw,
@@ -174,7 +174,7 @@ def towards_mean(accept: Tensor, share: float, lengths: Tensor) -> Tensor:
     """Return (1 - share) * accept + share * (its mean over the texts' tokens), in the shape of `accept`, (B, T, C) or
     (B, T, K, C). Each child, and each depth if there are depths, has its own mean. lengths (B,): number of tokens of
     each text."""
-    inside = torch.arange(accept.shape[1], device=accept.device) < lengths.to(accept.device).unsqueeze(1)
+    inside = up_to(lengths.to(accept.device), accept.shape[1])
     return (1 - share) * accept + share * accept[inside].mean(0)
 
 

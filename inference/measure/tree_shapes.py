@@ -174,14 +174,19 @@ def _reach(paths: Paths, shapes: Sequence[Parents]) -> Tensor:
     return reach
 
 
+def _nexts(own: list[tuple[int, ...]], depth: int) -> list[tuple[int, ...]]:
+    """Return the path of the next child of the text and of every node, within `depth` levels. own: the paths of the
+    tree's nodes."""
+    return [(*above, sum(path[:-1] == above for path in own)) for above in [(), *own] if len(above) < depth]
+
+
 def climbed(paths: Paths, most: int, depth: int) -> list[Parents]:
     """Return the parents of trees of 1, 2, ..., `most` nodes within `depth` levels. Each is the previous tree with one
     more node: the path in `paths` that saves the most calls. There are fewer trees if `paths` has no further path."""
     own: list[tuple[int, ...]] = []
     trees: list[Parents] = []
     for _ in range(most):
-        nexts = [(*above, sum(path[:-1] == above for path in own)) for above in [(), *own] if len(above) < depth]
-        more = [from_paths([*own, path]) for path in nexts if path in paths.columns]
+        more = [from_paths([*own, path]) for path in _nexts(own, depth) if path in paths.columns]
         if not more:
             break
         trees.append(more[int(calls_of(paths, more).sum(1).argmin())])
@@ -195,21 +200,10 @@ def every(most: int, children: int, depth: int) -> list[Parents]:
     trees: dict[Parents, None] = {}
     edge: list[Parents] = [()]
     for _ in range(most):
-        edge = list(dict.fromkeys(more for tree in edge for more in _with_one(tree, children, depth)))
+        more = [(own, path) for own in map(paths_of, edge) for path in _nexts(own, depth) if path[-1] < children]
+        edge = list(dict.fromkeys(from_paths([*own, path]) for own, path in more))
         trees |= dict.fromkeys(edge)
     return list(trees)
-
-
-def _with_one(tree: Parents, children: int, depth: int) -> list[Parents]:
-    """Return the parents of every tree that has one more node than `tree`, with at most `children` children per node
-    and `depth` levels."""
-    paths = [(), *paths_of(tree)]
-    own = [sum(path[:-1] == above for path in paths if path) for above in paths]
-    return [
-        from_paths([*paths[1:], (*path, count)])
-        for path, count in zip(paths, own, strict=True)
-        if len(path) < depth and count < children
-    ]
 
 
 def probes(most: int, depth: int) -> list[Parents]:

@@ -22,6 +22,7 @@ from inference.models.cache import SlotCache, Window, grown
 from inference.models.forward import Stock, positions_on_paths
 from inference.models.passes import Layers, Pass
 from inference.models.pretrained import decoder_layers, id_of, length_of
+from inference.sampling import up_to
 from inference.source import Source
 
 
@@ -92,9 +93,8 @@ class CrossStore(Cache):
                 layer.keys, layer.values = (store[low:high, :, :width] for store in layer.stored)
                 layer.is_initialized = True
             if min(lengths) < width:
-                device = self.stores[0].stored[0].device
-                ends = torch.tensor(lengths, device=device).view(-1, 1, 1, 1)
-                self.seen = torch.arange(width, device=device) < ends
+                ends = torch.tensor(lengths, device=self.stores[0].stored[0].device)
+                self.seen = up_to(ends.view(-1, 1, 1), width)
             self.aimed = low, high
         return self.seen
 
@@ -204,8 +204,7 @@ def padded_sources(model: PreTrainedModel, sources: Sequence[Source]) -> tuple[l
     rows = [[*source, *[pad] * (width - len(source))] for source in known]
     inputs = {"input_ids": torch.tensor(rows, device=model.device)}
     if min(lengths) < width:
-        ends = torch.tensor(lengths, device=model.device).unsqueeze(1)
-        inputs["attention_mask"] = (torch.arange(width, device=model.device) < ends).long()
+        inputs["attention_mask"] = up_to(torch.tensor(lengths, device=model.device), width).long()
     return lengths, inputs
 
 

@@ -195,7 +195,7 @@ class Lean:
         keys, values = self.cache.stored(len(ids))
         drafts: tuple[Tensor, Tensor] = torch.ops.inference.chain(
             *(ids, none, start, only, self.weights.embedding, none, self.flat, keys, values, *self.angles),
-            *(head.packed.weight, getattr(head.packed, "exact", none), none.long(), *draws),
+            *(head.packed.weight, head.packed.exact, none.long(), *draws),
             *(K, limit, head.packed.outputs, *llama.of_shape(self.shape)),
         )
         return drafts

@@ -362,6 +362,7 @@ const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.
 at::Tensor packed_in_groups(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, groups = in / GROUP;
   TORCH_CHECK(in % GROUP == 0, "packed: a weight in 4 bits needs a multiple of ", GROUP, " inputs, not ", in);
+  TORCH_CHECK(scale.size(0) == out && scale.size(1) == groups, "packed: scales of other groups: ", scale.sizes());
   auto result = at::zeros({panels, groups * GROUP_BYTES, P}, weight.options().dtype(at::kByte));
   const auto *from = weight.const_data_ptr<int8_t>();
   const auto scales = scale.to(at::kBFloat16).contiguous();

@@ -383,9 +383,10 @@ def _data(parameter: Tensor | None) -> Tensor | None:
 def _joined(linears: Sequence[nn.Linear]) -> Linear:
     """Return several projections as one. The modules' own weights become views of it, in place."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    scales = [linear.scales for linear in linears if hasattr(linear, SCALES)]
+    scales = [linear.get_buffer(SCALES) for linear in linears if SCALES in linear._buffers]
     weight = _side_by_side([linear.weight for linear in linears])
-    return Linear(weight, _side_by_side(biases) if biases else None, scales=torch.cat(scales) if scales else None)
+    joined = torch.cat(scales) if len(scales) == len(linears) else None
+    return Linear(weight, _side_by_side(biases) if biases else None, scales=joined)
 
 
 def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
@@ -434,7 +435,8 @@ def _rescored(head: Linear) -> Linear:
 
 def _rounded(linear: Linear) -> Linear:
     weight, scales = linear.weight, linear.scales
-    numbers, scale = int8_rows(weight) if scales is None else packing.int4_groups(weight, scales)
+    in_groups = scales is not None and weight.shape[1] % packing.GROUP == 0
+    numbers, scale = packing.int4_groups(weight, cast(Tensor, scales)) if in_groups else int8_rows(weight)
     return linear._replace(packed=packing.Widened(numbers, linear.bias, scale.float()))
 
 

@@ -48,7 +48,10 @@ class Widened:
     in bfloat16, float16 or int8, or the bits of bfloat16 as int16. With a weight in bfloat16, x is rounded to bfloat16
     first if the CPU has instructions for such products. With one in int8, each row of x is rounded to 16 bits. scale in
     float32: for an int8 weight, (out,) if its row r means scale[r] * weight[r]; (out, in / GROUP) for weights from -8
-    to 7, which are stored in 4 bits, with the scales of groups of inputs, in bfloat16. nbytes: of the second copy."""
+    to 7, which are stored in 4 bits, with the scales of groups of inputs, in bfloat16. nbytes: of the second copy.
+    exact: the weight whose rows replace the largest products (`Rescored`), or empty."""
+
+    exact = torch.empty(0)
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         self.weight: Tensor = torch.ops.inference.packed(
@@ -69,7 +72,8 @@ class Rescored(Widened):
     draft is drawn, are then computed again from rows of the weight itself."""
 
     def __init__(self, weight: Tensor) -> None:
-        numbers, scales = int4_groups(weight, best_scales(in_groups(weight.float())))
+        parts = [int4_groups(rows, best_scales(in_groups(rows.float()))) for rows in weight.split(CHUNK)]
+        numbers, scales = map(torch.cat, zip(*parts, strict=True))
         super().__init__(numbers, None, scales.float())
         self.exact = weight.contiguous()
 

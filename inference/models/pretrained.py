@@ -34,6 +34,7 @@ MASKED_ATTENTION = ("sdpa", "eager")
 LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_target_positions")  # config keys
 UNLIMITED = 2048  # most tokens of a text, if a config has none of these keys
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 TIED = "tied"  # a key of quantization_config: tie_word_embeddings before quantisation, if that has changed it
 
 
@@ -251,6 +252,11 @@ def id_of(config: PreTrainedConfig, name: str) -> Any:
     """Return the token id, or list of ids, under a key of a config, or None if the config lacks the key. Some families
     lack it. name: the key."""
     return getattr(config, name, None)
+
+
+def special_ids(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the special ids of a config, see `id_of`, by the keys `SPECIAL`."""
+    return {name: id_of(config, name) for name in SPECIAL}
 
 
 def length_of(config: PreTrainedConfig) -> int:

@@ -1,11 +1,12 @@
 """Passes of a model, and all drafts of a round, as functions of tensors. They can be recorded as CUDA graphs, see
 `replay`.
 
-`Step` is one pass, `Drafting` the drafts of a round. `Replayed` is the forward of a model whose short passes are
+`Step` is one pass, `_drafted` the drafts of a round. `Replayed` is the forward of a model whose short passes are
 replayed. A rows, n ids per row, k or K drafts, S slots per row, L slots that are read, W width, V vocabulary.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,31 +122,12 @@ def behind(anchors: Tensor, k: int) -> Tensor:
 
 
 class Step(nn.Module):
-    """A pass as a function of tensors. The weights are its parameters. layers: the layers whose states it returns with
-    the logits. weights, shape: of the model."""
+    """A pass as a function of tensors. layers: the layers whose states it returns with the logits. weights, shape: of
+    the model."""
 
     def __init__(self, weights: llama.Weights, shape: llama.ModelShape, layers: Layers = ()) -> None:
         super().__init__()
-        self.shape, self.layers, self.count = shape, layers, 0
-        self.weights = self._registered(weights)
-
-    def _registered(self, value: Any) -> Any:
-        """Return the same structure with the name of a new parameter in place of each tensor. None, numbers and packed
-        copies stay unchanged."""
-        if isinstance(value, Tensor):
-            self.count += 1
-            self.register_parameter(f"weight{self.count}", nn.Parameter(value, requires_grad=False))
-            return f"weight{self.count}"
-        if isinstance(value, list):
-            return [self._registered(item) for item in value]
-        return type(value)(*map(self._registered, value)) if isinstance(value, tuple) else value
-
-    def _tensors(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return getattr(self, value)
-        if isinstance(value, list):
-            return [self._tensors(item) for item in value]
-        return type(value)(*[self._tensors(item) for item in value]) if isinstance(value, tuple) else value
+        self.weights, self.shape, self.layers = weights, shape, layers
 
     def forward(
         self,
@@ -177,7 +159,6 @@ class Step(nn.Module):
         mask = additive(seen_from(positions, slots) if visible is None else visible, self.shape.held)
         cos, sin = (part[positions].unsqueeze(2) for part in (cos, sin))
         row = torch.arange(A, device=ids.device).unsqueeze(1)
-        weights = self._tensors(self.weights)
 
         def keep(layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             for store, new in ((keys[layer], k), (values[layer], v)):
@@ -185,31 +166,26 @@ class Step(nn.Module):
             return keys[layer][:A, :, :L], values[layer][:A, :, :L]
 
         layers = (*self.layers, LAST)
-        every = llama.states_of(ids, weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
+        every = llama.states_of(ids, self.weights, self.shape, cos, sin, keep, attention(mask, self.shape), layers)
         states = [every[layer] for layer in self.layers]
         last = every[LAST] if only is None else picked_columns(every[LAST], only)
-        return [weights.head(scaled(last, scale)), *states]
+        return [self.weights.head(scaled(last, scale)), *states]
 
 
-class Drafting(nn.Module):
-    """Drafts all tokens of a round, as one function of tensors: launching a small model's passes one by one would take
-    longer than computing them. step: a pass of the model. run: drafts with such passes. fit: converts the model's
-    logits to the round's vocabulary."""
+def _drafted(step: Step, run: Run, fit: Callable[[Tensor], Tensor], round: Any, given: Inputs, K: int) -> Drafts:
+    """Return K drafts per row (A, K) and their distributions (A, K, V), made as one function of tensors: launching a
+    small model's passes one by one would take longer than computing them.
 
-    def __init__(self, step: Step, run: Run, fit: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.step, self.run, self.fit = step, run, fit
+    step: a pass of the model. run: drafts with such passes. fit: converts the model's logits to the round's vocabulary.
+    given: the inputs of `run` and the tensors that `Step` reads, by name. round: the `Round` to draft for.
+    """
+    stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
 
-    def forward(self, round: Any, given: Inputs, K: int) -> Drafts:
-        """Return K drafts per row (A, K) and their distributions (A, K, V). given: the inputs of `run` and the tensors
-        that `Step` reads, by name. round: the `Round` to draft for."""
-        stored = {name: given[name] for name in ("cos", "sin", "slots", "keys", "values", "scale")}
+    def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
+        logits, *_ = step(ids, behind(start, ids.shape[1]), only=only, **stored)
+        return fit(logits)
 
-        def read(ids: Tensor, start: Tensor, only: Tensor | None = None) -> Tensor:
-            logits, *_ = self.step(ids, behind(start, ids.shape[1]), only=only, **stored)
-            return self.fit(logits)
-
-        return self.run(read, round, given, K)
+    return run(read, round, given, K)
 
 
 class Replayed(Lean):
@@ -270,8 +246,8 @@ class Replayed(Lean):
         if not self._fits(ids, window):
             return None
 
-        def make() -> Drafting:
-            return Drafting(self._step(()), run, fit)
+        def make() -> Callable[..., Drafts]:
+            return partial(_drafted, self._step(()), run, fit)
 
         return self.replay.replayed(round, name, given, make, K, self._reads(window.limit), greedy=greedy)
 

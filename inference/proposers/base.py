@@ -199,55 +199,14 @@ class Round(Protocol):
 
 
 class RoundView:
-    """A round for one part of a proposer, to be subclassed. It implements `Round`: methods that a subclass does not
-    override call the same method of `round`. k: for each row, the largest number of drafts."""
+    """A round for one part of a proposer, to be subclassed. It implements `Round`: what a subclass does not define is
+    that of `round`. k: for each row, the largest number of drafts."""
 
     def __init__(self, round: Round, k: list[int]) -> None:
         self.round, self.k = round, k
 
-    @property
-    def texts(self) -> Sequence[list[int]]:
-        return self.round.texts
-
-    def probs(self, logits: Tensor, drafted: list[Tensor] | None) -> Tensor:
-        return self.round.probs(logits, drafted)
-
-    def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
-        return self.round.send(k, **numbers)
-
-    @property
-    def temperature(self) -> Tensor:
-        return self.round.temperature
-
-    def draw(self, probs: Tensor, depth: int | Tensor) -> Tensor:
-        return self.round.draw(probs, depth)
-
-    def children(self, logits: Tensor, x: Tensor, siblings: Siblings, likeliest: bool = False) -> tuple[Tensor, Tensor]:
-        return self.round.children(logits, x, siblings, likeliest)
-
-    def goes_on(self, depth: int) -> bool:
-        return self.round.goes_on(depth)
-
-    @property
-    def decides(self) -> bool:
-        return self.round.decides
-
-    @property
-    def reads_history(self) -> list[bool]:
-        return self.round.reads_history
-
-    @property
-    def reads_ids(self) -> bool:
-        return self.round.reads_ids
-
-    def inner(self, depths: int) -> Tensor | None:
-        return self.round.inner(depths)
-
-    def chain_draws(self, depths: int, greedy: bool) -> ChainDraws | None:
-        return self.round.chain_draws(depths, greedy)
-
-    def pure(self, depths: int = 0, trees: bool = False) -> "Pure | None":
-        return self.round.pure(depths, trees)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.round, name)
 
 
 class Proposer:

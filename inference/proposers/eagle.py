@@ -423,10 +423,10 @@ class EagleDrafting(nn.Module):
         own, choose = self.ordered and not (self.branching or round.reads_ids), by_round(round, self.greedy)
         fast = own and self.chains and ids.shape[1] <= llama.SHORT and not round.decides
         if fast and (draws := round.chain_draws(K, self.greedy)):
-            head, none = self.network.lm_head.product, features.new_empty(0)
+            head = self.network.lm_head.product
             drafts, probs = torch.ops.inference.chain(
                 *(ids, features, pairs, only, self.embedding.weight, self.network.midlayer.input_layernorm.weight),
-                *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, none, self.known),
+                *(self.flat, slots.keys, slots.values, slots.cos, slots.sin, head.weight, head.exact, self.known),
                 *(*draws, K, limit, head.outputs, *llama.of_shape(self.shape)),
             )
             return drafts, self.network.target_probs(probs, self.vocabulary)

@@ -18,6 +18,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from inference.drafts.compatibility import same_sizes
 from inference.models.checksum import Stamp, checksum
+from inference.models.forward import Lean
 from inference.models.llama import SCALES
 from inference.models.lm import LM, takes_int8
 from inference.models.packing import GROUP, best_scales, in_groups
@@ -68,7 +69,7 @@ class Change(nn.Module):
         self.up = nn.Parameter(torch.zeros(out, rank))
 
 
-class Grouped(nn.Module):
+class FourBits(nn.Module):
     """A weight (out, in) in 4 bits: whole numbers from -8 to 7 times a scale, which groups of `GROUP` inputs share, or
     all inputs if they are fewer.
 
@@ -79,7 +80,7 @@ class Grouped(nn.Module):
 
     scales: Tensor
 
-    def __init__(self, out: int, inside: int, _: int = 0) -> None:
+    def __init__(self, out: int, inside: int) -> None:
         super().__init__()
         group = min(GROUP, inside)
         if inside % group:
@@ -89,13 +90,14 @@ class Grouped(nn.Module):
         self.register_buffer("scales", torch.ones(out, inside // group))
 
     def scale(self) -> Tensor:
-        """Return the scales (out, groups), rounded to bfloat16."""
-        scale = self.scales * (1 + self.gain)
+        """Return the scales (out, groups), rounded to bfloat16, in float32 or more."""
+        scale = _wide(self.scales) * (1 + self.gain)
         return scale + (scale.to(torch.bfloat16).to(scale.dtype) - scale).detach()
 
     def rounded(self) -> Tensor:
-        """Return the weight (out, in)."""
-        whole = self.numbers + (self.numbers.round() - self.numbers).detach()
+        """Return the weight (out, in), in float32 or more."""
+        numbers = _wide(self.numbers)
+        whole = numbers + (numbers.round() - numbers).detach()
         return (in_groups(whole.clamp(-8, 7)) * self.scale().unsqueeze(2)).flatten(1)
 
     @torch.no_grad()
@@ -103,12 +105,23 @@ class Grouped(nn.Module):
         """Begin with a weight (out, in), to be rounded with these scales (out, groups)."""
         self.scales.copy_(scales)
         self.gain.zero_()
-        self.numbers.copy_((in_groups(weight) / scales.unsqueeze(2)).flatten(1))
+        # a number beyond the last would get no gradient
+        self.numbers.copy_((in_groups(weight) / scales.unsqueeze(2)).clamp(-8, 7).flatten(1))
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Make the numbers whole and the gains 0, with the same weight, which half precision then represents."""
+        scale = self.scale()
+        self.begin((in_groups(self.numbers.round().clamp(-8, 7)) * scale.unsqueeze(2)).flatten(1), scale)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class ExitNetwork(PreTrainedModel):
     """The weights of an early exit. norm (D,): the weight of the exit's norm. layers: for each layer, the `Change` or
-    `Grouped` weight of each projection, by name."""
+    `FourBits` weight of each projection, by name."""
 
     config_class = ExitConfig
     base_model_prefix = "exit"
@@ -123,9 +136,9 @@ class ExitNetwork(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing, since `__init__` has initialised the weights."""
 
-    def in_four_bits(self, layer: int, name: str) -> Grouped:
+    def in_four_bits(self, layer: int, name: str) -> FourBits:
         """Return the weight in 4 bits of a projection. layer: of the decoder, from 0. name: in the layer."""
-        return cast(Grouped, self.layers[layer].get_submodule(_key(name)))
+        return cast(FourBits, self.layers[layer].get_submodule(_key(name)))
 
     def fits(self, target: PreTrainedModel, where: str) -> None:
         """Raise ValueError if the target's sizes differ from the network's, or if the target has fewer layers than the
@@ -153,8 +166,10 @@ class ExitNetwork(PreTrainedModel):
 
 
 def _changes(config: ExitConfig) -> nn.ModuleDict:
-    sizes, kind = config.projections.items() if config.changes else (), Grouped if config.bits else Change
-    return nn.ModuleDict({_key(name): kind(out, inside, config.rank) for name, (out, inside) in sizes})
+    sizes = config.projections.items() if config.changes else ()
+    if config.bits:
+        return nn.ModuleDict({_key(name): FourBits(*size) for name, size in sizes})
+    return nn.ModuleDict({_key(name): Change(out, inside, config.rank) for name, (out, inside) in sizes})
 
 
 def _key(name: str) -> str:
@@ -179,16 +194,26 @@ class Changed(nn.Module):
 
 class InGroups(nn.Module):
     """A projection with another weight, in 4 bits. first: the first column (0-based) of a pass that it applies to;
-    earlier columns, which must not depend on weights that learn, use only the target's weight. plain: the target's
-    projection."""
+    earlier columns use only the target's weight. plain: the target's projection. frozen: whether no weight learns on
+    which earlier columns depend."""
 
-    def __init__(self, plain: nn.Linear, change: Grouped, first: int = 0) -> None:
+    def __init__(self, plain: Any, change: FourBits, first: int, frozen: bool) -> None:
         super().__init__()
-        self.plain, self.change, self.first = plain, change, first
+        self.plain, self.change, self.first, self.frozen = plain, change, first, frozen
 
     def forward(self, x: Tensor) -> Tensor:
         late = nn.functional.linear(x[:, self.first :], self.change.rounded().to(x.dtype), self.plain.bias)
-        return torch.cat((self.plain(x[:, : self.first].detach()), late), 1) if self.first else late
+        early = x[:, : self.first]
+        return torch.cat((self.plain(early.detach() if self.frozen else early), late), 1)
+
+    def served(self, like: Tensor) -> nn.Linear:
+        """Return a layer with the rounded weight, in the dtype of `like` and on its device, and with the scales of its
+        groups."""
+        weight = self.change.rounded()
+        layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
+        layer.weight, layer.bias = _frozen(weight, like), self.plain.bias
+        layer.register_buffer(SCALES, self.change.scale().to(like.device, torch.bfloat16), persistent=False)
+        return layer
 
 
 def untrained_exit(
@@ -208,6 +233,12 @@ def untrained_exit(
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = layer_projections(blocks[0])
     config = ExitConfig(num_hidden_layers=layers, rank=rank, bits=bits, depths=depths, projections=changed, **known)
+    plain = (block.get_submodule(name) for block in blocks[:layers] for name in changed)
+    if bits and not (changed and all(type(one) is nn.Linear and one.weight.is_floating_point() for one in plain)):
+        raise ValueError(
+            f"{type(target).__name__} has projections that are not plain linear layers (it is quantised, has adapters, "
+            "or is of another family), and weights in 4 bits begin as those of such layers: leave out draft.bits="
+        )
     network = ExitNetwork(config)
     with torch.no_grad():
         network.norm.copy_(final_norm(target).weight)
@@ -263,12 +294,15 @@ def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> P
     target's own tensors are shared. first: the first column (0-based) of a pass that the changes apply to; earlier
     columns use the unchanged layers."""
     model = first_layers(target, network.config.num_hidden_layers)
+    frozen = not any(weight.requires_grad for weight in target.parameters())
     final_norm(model).weight = network.norm
     for block, changes in zip(decoder_layers(model), network.layers, strict=True):
         for name in network.config.projections if network.config.changes else ():
             plain, change = block.get_submodule(name), changes.get_submodule(_key(name))
-            kind: Any = InGroups if network.config.bits else Changed
-            block.set_submodule(name, kind(plain, change, first))
+            if isinstance(change, FourBits):
+                block.set_submodule(name, InGroups(plain, change, first, frozen))
+            else:
+                block.set_submodule(name, Changed(plain, cast(Change, change), first))
     return model
 
 
@@ -284,7 +318,7 @@ def serving(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
     """
     weights, cached = checksum(network), _SERVING.get(network)
     if cached is None or cached[0]() is not target or cached[1] != weights or not cached[2].holds(target):
-        stamp = Stamp(target, addresses=False, values=network.config.changes)
+        stamp = Stamp(target, addresses=False, values=network.config.rank > 0)
         cached = _SERVING[network] = ref(target), weights, stamp, _merged(network, target)
     return cached[3]
 
@@ -297,11 +331,7 @@ def _merged(network: ExitNetwork, target: PreTrainedModel) -> PreTrainedModel:
             if isinstance(module, Changed) and type(module.plain) is nn.Linear:
                 block.set_submodule(name, _added(module.plain, module.change))
             if isinstance(module, InGroups):
-                plain = module.plain  # the module is a copy
-                plain.weight = _frozen(module.change.rounded(), plain.weight)
-                scales = module.change.scale().to(plain.weight.device, torch.bfloat16)
-                plain.register_buffer(SCALES, scales, persistent=False)
-                block.set_submodule(name, plain)
+                block.set_submodule(name, module.served(final_norm(target).weight))
     norm = final_norm(model)
     norm.weight = _frozen(norm.weight, final_norm(target).weight)
     return model.eval()
@@ -339,10 +369,9 @@ class EarlyExit(OnTargetsCache):
         shape: TreeShape = None,
     ) -> None:
         refuse_encoder(target)
-        model = serving(network, target)
-        in_words = network.config.bits and not any(one % GROUP for _, one in network.config.projections.values())
-        super().__init__(model, greedy, int8=bool(in_words) and takes_int8(model), shape=shape)
-        self.network, self.target, self.changes = network, target, network.config.changes
+        super().__init__(serving(network, target), greedy, shape=shape)
+        self.network, self.target, self.bits = network, target, network.config.bits
+        self.int8 = self.bits is not None and takes_int8(self.model)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "EarlyExit":
@@ -355,17 +384,19 @@ class EarlyExit(OnTargetsCache):
         network.fits(target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None if self.changes else super().language_model(rows, vocabulary)
+        return None if self.network.config.changes else super().language_model(rows, vocabulary)
 
     @property
     def weights(self) -> str | None:
         return "int4" if self.int8 else super().weights
 
     def open(self, host: Host) -> None:
-        if not self.network.config.bits or self.served is not host.target:
-            model, self.model = self.model, serving(self.network, self.target)
-            self.opened = self.opened if self.model is model else None
+        if not self.bits or self.served is not host.target or not host.target.copied:
+            before = self.model, self.int8
+            self.model = serving(self.network, self.target)
+            self.int8 = self.bits is not None and isinstance(host.target.run, Lean) and takes_int8(self.model)
+            self.opened = self.opened if before == (self.model, self.int8) else None
         super().open(host)
 
     def has_changed(self, host: Host) -> bool:
-        return not self.network.config.bits and super().has_changed(host)
+        return not (self.bits and host.target.copied) and super().has_changed(host)

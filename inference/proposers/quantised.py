@@ -44,7 +44,8 @@ class Quantised(OnTargetsCache):
     2305.14314), on the target's own keys and values (self-speculation by rounding: QuantSpec, Tiwari et al. 2025,
     2502.10424).
 
-    bits: "int8" or "nf4". int8 reads copies in 8 bits on a CPU, if the target supports it (see `lm.takes_int8`).
+    bits: "int8" or "nf4". int8 reads copies in 8 bits on a CPU, if the target supports it (see `lm.takes_int8`),
+    and a large head in 4 bits, whose largest logits are exact (`packing.Rescored`).
     If not, the rounded weights are stored in the target's dtype. Distributions are then the same up to rounding, but
     passes are no faster than the target's. nf4 requires bitsandbytes. greedy: whether to draft the likeliest
     tokens, with one-hot distributions. shape: the tree to draft, as the parent of each node (-1 for the text); None for

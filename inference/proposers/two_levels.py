@@ -32,7 +32,7 @@ from inference.proposers.base import (
 )
 from inference.proposers.independent import Independent
 from inference.proposers.quantised import Quantised
-from inference.sampling import certain, draw
+from inference.sampling import at_ids, certain, draw, up_to
 from inference.verify.rules import RULES, Rule
 from inference.verify.tree import usable_lengths
 
@@ -245,14 +245,9 @@ class InnerRound(RoundView):
         numbers: Mapping[str, Numbers],
     ) -> None:
         super().__init__(round, k)
-        self.asked, self.outer = asked, outer
-        self.with_drafts = texts
+        self.asked, self.texts, self.outer = asked, texts, outer
         self.numbers = {"done": done, "guessed": k, **numbers}
         self.sent: dict[str, Tensor] = {}
-
-    @property
-    def texts(self) -> Sequence[list[int]]:
-        return self.with_drafts
 
     def send(self, k: list[int] | None = None, **numbers: Numbers) -> dict[str, Tensor]:
         """Copy numbers to the device and return the tensors by name: (A,) or (A, n) for `numbers`, and the engine's
@@ -315,6 +310,6 @@ class InnerRound(RoundView):
         token. p (A, n+1, V): the rounded target's distributions. x (A, n): the guesses. length (A,): number of usable
         guesses."""
         y = torch.stack([self.draw(p[:, i], i) for i in range(p.shape[1])], 1)
-        same = (y[:, :-1] == x) & (torch.arange(x.shape[1], device=x.device) < length.unsqueeze(1))
+        same = (y[:, :-1] == x) & up_to(length, x.shape[1])
         accepted = same.to(torch.int64).cumprod(1).sum(1)
-        return accepted, y.gather(1, accepted.unsqueeze(1)).squeeze(1)
+        return accepted, at_ids(y, accepted)

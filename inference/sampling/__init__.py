@@ -2,6 +2,7 @@
 
 from inference.sampling.distributions import (
     Truncate,
+    at_ids,
     certain,
     draw,
     keep_min_p,
@@ -11,6 +12,7 @@ from inference.sampling.distributions import (
     one_hot,
     probs,
     probs_at,
+    up_to,
     wide,
 )
 from inference.sampling.parameters import COLDEST, Processor, Sampling
@@ -20,6 +22,7 @@ __all__ = [
     "Processor",
     "Sampling",
     "Truncate",
+    "at_ids",
     "certain",
     "draw",
     "keep_min_p",
@@ -29,5 +32,6 @@ __all__ = [
     "one_hot",
     "probs",
     "probs_at",
+    "up_to",
     "wide",
 ]

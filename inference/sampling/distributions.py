@@ -95,6 +95,16 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(like).scatter_(-1, ids.unsqueeze(-1), 1.0)
 
 
+def at_ids(values: Tensor, ids: Tensor) -> Tensor:
+    """Return the entries (...) of values (..., V) at ids (...)."""
+    return values.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+
+
+def up_to(lengths: Tensor, width: int) -> Tensor:
+    """Return a bool tensor (..., width) that is True in the first `lengths` (...) columns of each row."""
+    return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
+
+
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
     """Return logits (..., V) in which all below the k-th largest are -inf (Fan et al. 2018, 1805.04833). Logits equal
     to the k-th largest stay. If there are at most k logits, all stay."""

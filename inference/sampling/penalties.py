@@ -9,7 +9,7 @@ repetition, presence, frequency, banned, minimum length, processors. `process` i
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from transformers import (
 
 from inference.sampling.distributions import wide
 from inference.sampling.parameters import Sampling
+
+if TYPE_CHECKING:
+    from inference.request import Request
 
 Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tokens generated -> logits (1, V)
 
@@ -140,22 +143,6 @@ def _require_a_token(logits: Tensor) -> None:
         )
 
 
-class Row(Protocol):
-    """The attributes of a row (`inference.request.Request`) that settings read: the ids of its text, the number of its
-    prompt's tokens, its new ids, its settings, and the ids that end it."""
-
-    @property
-    def text(self) -> list[int]: ...
-    @property
-    def prompt(self) -> int: ...
-    @property
-    def new(self) -> list[int]: ...
-    @property
-    def sampling(self) -> Sampling: ...
-    @property
-    def ends(self) -> frozenset[int]: ...
-
-
 class Penalties:
     """The active rows' settings that read the text, except processors. rows: the active rows. vocabulary: V.
 
@@ -166,7 +153,7 @@ class Penalties:
     # tensors that `apply` reads
     READ = ("bias", "ends", "first", "repetition", "presence", "frequency", "least", "words", "prompt", "generated")
 
-    def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence["Request"], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
         settings = [row.sampling for row in rows]
         self.bias = self._table([s.logit_bias or {} for s in settings])  # (A, V)
@@ -322,7 +309,7 @@ def _last(ids: list[int], width: int) -> list[int]:
 
 def apply_processors(
     logits: Tensor,
-    rows: Sequence[Row],
+    rows: Sequence["Request"],
     own: Sequence[int],
     x: Tensor,
     k: Sequence[int],
@@ -355,7 +342,7 @@ def apply_processors(
     return logits
 
 
-def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> None:
+def _apply(scores_here: Tensor, row: "Request", draft: list[int], a: int, messages: dict[int, str]) -> None:
     """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
     before the position. a: the row's index. If a processor raises, its message is added to `messages` by the row's
     index, unless the row already has one, and every token gets -inf."""

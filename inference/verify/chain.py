@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.sampling import draw, one_hot, wide
+from inference.sampling import at_ids, draw, one_hot, up_to, wide
 
 
 class Verification(NamedTuple):
@@ -98,7 +98,7 @@ def _drafted(x: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return k (B,), with K for None, and a bool tensor (B, K): whether each column has a draft."""
     B, K = x.shape
     k = torch.full((B,), K, dtype=torch.int64, device=x.device) if k is None else k.to(torch.int64)
-    return k, torch.arange(K, device=x.device) < k.unsqueeze(-1)
+    return k, up_to(k, K)
 
 
 def _leading(passed: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ def _at(x: Tensor, i: Tensor) -> Tensor:
 def _ratios(p: Tensor, q: Tensor, x: Tensor, drafted: Tensor) -> Tensor:
     """Return p(x_i)/q(x_i) (B, K), or 0 if p(x_i) is 0. drafted (B, K): whether an entry has a draft; other entries of
     the result have no meaning."""
-    at = torch.where(drafted, x, 0).unsqueeze(-1)
-    px = wide(p[:, :-1].gather(-1, at).squeeze(-1))
-    return torch.where(px > 0, px / wide(q.gather(-1, at).squeeze(-1)), 0.0)
+    x = torch.where(drafted, x, 0)
+    px = wide(at_ids(p[:, :-1], x))
+    return torch.where(px > 0, px / wide(at_ids(q, x)), 0.0)
 
 
 def _weights(ratios: Tensor) -> Tensor:

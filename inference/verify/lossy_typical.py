@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from inference.sampling import wide
+from inference.sampling import at_ids, wide
 from inference.verify.tree import TreeVerification, steps_of, subtrees, used, walk
 
 
@@ -31,7 +31,7 @@ def lossy_typical(
     rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
     probs = wide(p)[rows, torch.where(there, steps.parents + 1, 0)]  # (B, N, V)
     entropy = -torch.special.xlogy(probs, probs).sum(-1)
-    likely = probs.gather(-1, torch.where(there, x, 0).unsqueeze(-1)).squeeze(-1)
+    likely = at_ids(probs, torch.where(there, x, 0))
     passed = there & (likely > (delta * (-entropy).exp()).clamp(max=epsilon))
     under = subtrees(steps)  # (1, N, N)
     whole = ~(under & ~passed.unsqueeze(-1)).any(1)  # (B, N) passed with all ancestors

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.sampling import wide
+from inference.sampling import up_to, wide
 
 
 def l_from(logp_x: Tensor, logq_x: Tensor) -> Tensor:
@@ -181,7 +181,7 @@ def jumps_of(reach: Tensor) -> Tensor:
 def _starts_inside(reach: Tensor, lengths: Tensor | None) -> Tensor:
     """Return `round_starts(reach)` (B,T), with 0 past a text's end."""
     s = round_starts(reach)
-    return s * (torch.arange(s.shape[1], device=s.device) < _lengths(s, lengths)[:, None])
+    return s * up_to(_lengths(s, lengths), s.shape[1])
 
 
 def _lengths(r: Tensor, lengths: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from inference.sampling import draw, wide
+from inference.sampling import draw, up_to, wide
 from inference.sampling.noise import REJECTED, uniform
 from inference.verify.chain import continued
 from inference.verify.tree import depths_of, ranks_of
@@ -114,7 +114,7 @@ def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
     lengths (B,): tokens in each text, None for T."""
     now = accept if accept.ndim == 3 else accept[:, :, level]
     if lengths is not None:
-        inside = torch.arange(now.shape[1], device=now.device) < lengths.to(now.device).unsqueeze(-1)
+        inside = up_to(lengths.to(now.device), now.shape[1])
         now = torch.where(inside.unsqueeze(-1), now, 0.0)
     gone = min(level, now.shape[1])
     return F.pad(now[:, gone:], (0, 0, 0, gone))

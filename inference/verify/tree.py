@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from inference.sampling.distributions import is_missing, one_hot, wide
+from inference.sampling.distributions import at_ids, is_missing, one_hot, wide
 from inference.verify.chain import continued
 
 MOST_NODES = 62  # of a tree: ancestors of a node are bits of one int64; one bit is for the anchor, the last is unused
@@ -304,12 +304,11 @@ def _one_child(p: Tensor, q: Tensor | None, x: Tensor, w: Tensor) -> tuple[Tenso
     """Return three tensors for one child x (B, n) of each of n nodes: its threshold min(w p(x)/q(x), 1), or 0 if p(x)
     is 0, (B, n); the residual max(w p - q, 0) after its rejection, (B, n, V); and whether q gives x mass, (B, n). p, q
     (B, n, V) and w (B, n): of the nodes."""
-    at = x.unsqueeze(-1)
-    px = p.gather(-1, at).squeeze(-1)
+    px = at_ids(p, x)
     if q is None:
-        left = (w.unsqueeze(-1) * p).scatter(-1, at, 0.0)
+        left = (w.unsqueeze(-1) * p).scatter(-1, x.unsqueeze(-1), 0.0)
         return w * px, left, torch.ones_like(px, dtype=torch.bool)
-    qx = q.gather(-1, at).squeeze(-1)
+    qx = at_ids(q, x)
     chance = torch.where((px > 0) & (w > 0), w * (px / qx), 0.0).clamp(max=1)
     return chance, (w.unsqueeze(-1) * p - q).clamp(min=0), qx > 0
 
@@ -323,12 +322,11 @@ def _draft_probs(q: Tensor | None, nodes: Tensor, tried: Tensor | None) -> Tenso
     if tried is None:
         return probs
     left = probs.masked_fill(tried, 0.0)
-    mass = left.sum(-1, keepdim=True)
-    return torch.where(tried.any(-1, keepdim=True), torch.where(mass > 0, left / mass, 0.0), probs)
+    return torch.where(tried.any(-1, keepdim=True), _normalised(left, 0.0), probs)
 
 
-def _normalised(rest: Tensor, p: Tensor) -> Tensor:
-    """Return rest (B, n, V) divided by its sum, or p (B, n, V) if the sum is 0."""
+def _normalised(rest: Tensor, p: Tensor | float) -> Tensor:
+    """Return rest (B, n, V) divided by its sum, or p, (B, n, V) or one number, if the sum is 0."""
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)
 

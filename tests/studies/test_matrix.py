@@ -14,7 +14,7 @@ from inference.models.pretrained import emulated
 from studies import matrix
 from studies.floor import Machine
 from studies.matrix import Matrix
-from tests.bench_stubs import LIMIT, REGIME, SPEEDS, TAUS, Timed, met, plan_of, rates_of  # noqa: F401
+from tests.bench_stubs import Timed
 from tests.cotrain.bench.test_reports import REAL
 from tests.folders import network, tokenizer
 from tests.kinds import medusa
@@ -72,10 +72,9 @@ def test_every_cell_is_timed_beside_what_its_costs_allow(tmp_path: Path, monkeyp
 def test_heads_have_no_assistant_and_no_more_drafts_than_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.measure.costs.MOST", 1)
     monkeypatch.setattr("cotrain.planning.planner.SHAPE", 1)
-    machine = Machine(1e9, 1e9)
     plan, grid = real_plan(kind="medusa"), matrix.Grid([1.0], [1], 4, None, tmp_path)
     plan.bench.depths = [2, 3, 8]  # of three heads
-    cell = matrix._cell(plan, grid, {}, machine)
+    cell = matrix._cell(plan, grid, {}, Machine(1e9, 1e9))
     assert set(cell["arms"]) == {"speculative", "speculative k=3", "plain", "ngram", "transformers"}
     assert cell["arms"]["speculative k=3"]["of_allowed"] > 0 and len(cell["costs"]["target"]) == 4
     (plain, whole) = (cell["floor"][f"{name}_bytes"] for name in ("plain", "round"))

@@ -10,7 +10,6 @@ import torch
 
 from studies import matrix, quantisation_table
 from studies.quantisation_table import table
-from tests.bench_stubs import RANKING, REGIME, Timed, met, plan_of  # noqa: F401
 from tests.cotrain.bench.test_measurement import plan
 from tests.cotrain.commands.test_train import SIZES
 from tests.draft_folders import draft_folder

@@ -1,5 +1,6 @@
 """Which prompts, engines and seeds each measurement takes, and from which timing each figure of a report comes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
@@ -13,13 +14,13 @@ from cotrain.bench.measurement import Budget, parity, quick
 from cotrain.config.settings import Bench
 from cotrain.data.splits import Prompts
 from cotrain.planning.plan import Plan
-from inference import Engine, Sampling
+from inference import Sampling
 from inference.drafts.draft_folder import PlannedTree
 from inference.measure.costs import RealRound
 from inference.output import Emitted
 from inference.proposers import NGram
 from inference.proposers.hybrid import Gate
-from tests import folders
+from tests import folders, standin
 from tests.bench_stubs import FINAL, LIMIT, RANKING, REGIME, TAUS, TREE, Timed, met, plan_of  # noqa: F401 - a fixture
 from tests.folders import network
 from tests.settings import resized
@@ -149,10 +150,8 @@ def test_parity_is_of_texts_that_were_not_timed_first(
     assert [round["seed"] for round in met] == [18, 50, 82] and {round["rows"] for round in met} == {32}
     assert all(round["prompts"][0] == FINAL[(4 + start) % 5] for round, start in zip(met, (0, 32, 64), strict=True))
     assert {round["warmup"] for round in met} == {0}
-    assert {(one["arms"]["speculative"].engine.policy.k, one["arms"]["speculative"].engine.rows) for one in met} == {
-        (3, 32)
-    }
-    assert {(one["arms"]["speculative"].sampling, one["arms"]["speculative"].new) for one in met} == {(REGIME, 6)}
+    arms = [one["arms"]["speculative"] for one in met]
+    assert {(arm.engine.policy.k, arm.engine.rows, arm.sampling, arm.new) for arm in arms} == {(3, 32, REGIME, 6)}
     texts = asked[0][0]
     assert texts.prompts == [["speculative"]] * 3 and asked[0][1:] == (3, 0.25)
     assert asked[1] == ("figures", texts, "traversal" if tree else "block")
@@ -210,14 +209,18 @@ def test_parity_counts_no_text_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gate_is_counted_on_ranking_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    gated: list[list[int]] = []
-
-    def noted(model: Engine, plain: Engine, retrieval: Any, prompts: list[list[int]], **_: Any) -> Gate:
-        gated.extend(prompts)
-        return Gate.uncalibrated()
-
-    monkeypatch.setattr("cotrain.students.retrieval.calibrate", noted)
-    asked = plan("hybrid")
-    asked.draft.config.lookup = {"datastore": None, "shortest": 2}
-    measurement.prepare(asked)
-    assert {tuple(prompt) for prompt in gated} == set(map(tuple, asked.prompts.ranking))
+    """In rounds as they are served: recorded on a GPU, where single launches take several times as long."""
+    gated: list[Any] = []
+    monkeypatch.setattr(
+        "cotrain.students.retrieval.calibrate", lambda *given, **_: gated.append(given) or Gate.uncalibrated()
+    )
+    for device in ("cpu", "cuda"):
+        with standin.device() if device == "cuda" else nullcontext():
+            asked = plan("hybrid")
+            for model in (asked.target, asked.draft):
+                torch.nn.Module.to(model, device)
+            asked.draft.config.lookup = {"datastore": None, "shortest": 2}
+            measurement.prepare(asked)
+            drafting, plain, _, prompts = gated[-1]
+            assert {tuple(prompt) for prompt in prompts} == set(map(tuple, asked.prompts.ranking))
+            assert {drafting.target.graphs, plain.target.graphs} == {device == "cuda"}

@@ -18,6 +18,7 @@ from cotrain.training.progress import Bar, Progress
 from inference.report.schema import strict
 from inference.report.table import headline
 from tests.cotrain.evaluation.test_comparison import run as judged
+from tests.cotrain.evaluation.test_comparison import write as write_runs
 
 
 class Terminal(io.StringIO):
@@ -110,13 +111,11 @@ def test_json_alone_goes_to_standard_output(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_compare_and_a_check_answer_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, factor in (("kl", 1.0), ("tv", 0.8)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "held_out.json").write_text(json.dumps(judged(name, 0, factor)))
+    write_runs(tmp_path, [judged("kl", 0, 1.0), judged("tv", 0, 0.8)])
     assert main(["compare", f"folder={tmp_path}", "baseline=kl", "json=true"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["baseline"] == "kl" and {gain["label"] for gain in found["gains"]} == {"kl", "tv"}
-    assert main(["export", f"check={tmp_path / 'kl'}", "json=true"]) == 1
+    assert main(["export", f"check={tmp_path / '0'}", "json=true"]) == 1
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert not found["passed"] and found["problems"] and "would not load" in said.err

@@ -23,6 +23,8 @@ SIZES = (
     "threads=1",
 )
 
+COSTS = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
+
 
 def plan(run: Path, *settings: str) -> int:
     data = f"data.path={run.parent / 'own.jsonl'}"
@@ -94,9 +96,8 @@ def test_a_plan_says_what_held_out_texts_say(
 
 
 def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> None:
-    parts = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
-    four = parts | {"target": [2.0, 4.0, 6.0, 8.0]}
-    (tmp_path / "costs.json").write_text(json.dumps({"1": parts, "4": four}))
+    four = COSTS | {"target": [2.0, 4.0, 6.0, 8.0]}
+    (tmp_path / "costs.json").write_text(json.dumps({"1": COSTS, "4": four}))
     assert plan(run, f"costs={tmp_path / 'costs.json'}") == 0
     one, many = read_json(run.parent / "plan" / "plan.json")["cells"]
     assert one["seconds_per_round"] == pytest.approx([1.01, 1.1 + 0.07 + 0.01, 1.2 + 0.12 + 0.01, 1.3 + 0.17 + 0.01])
@@ -108,8 +109,7 @@ def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> 
 def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
-    (tmp_path / "costs.json").write_text(json.dumps({"1": parts}))
+    (tmp_path / "costs.json").write_text(json.dumps({"1": COSTS}))
     settings = [f"costs={tmp_path / 'costs.json'}", f"output={tmp_path / 'plan'}", "batches=[1]"]
     assert main(["plan", *settings, "bench.depths=[1,2,3]"]) == 0
     (found,) = read_json(tmp_path / "plan" / "plan.json")["speedups"]

@@ -52,7 +52,7 @@ def run(label: str, seed: int, factor: float, lengths: list[int] = LENGTHS) -> d
 def write(folder: Path, runs: list[dict[str, object]]) -> Path:
     for index, one in enumerate(runs):
         place = folder / str(index)
-        place.mkdir()
+        place.mkdir(parents=True)
         (place / "held_out.json").write_text(json.dumps(one))
     return folder
 
@@ -93,8 +93,7 @@ def test_runs_judged_on_other_texts_are_left_out(tmp_path: Path) -> None:
             [run("kl", 0, 1.0), run("kl", 1, 1.0), run("tv", 0, 1.0), run("tv", 1, 1.0, [40] * 29 + [41])],
         )
     ):
-        (folder := tmp_path / str(place)).mkdir()
-        read_back = read_runs(write(folder, runs))
+        read_back = read_runs(write(tmp_path / str(place), runs))
         assert {gain.label for gain in compare(read_back, "kl")} == {"kl"}
         assert "evaluated on other texts" in comparison.left_out(read_back, "kl")["tv"]
 

@@ -13,7 +13,7 @@ from cotrain.cli import main
 from cotrain.export.engines import BLOCKS, ENGINES, FEATURES, FILES, MARK
 from cotrain.run_folder import refuse_replaced
 from inference.drafts.draft_folder import METADATA, REPORT, describe, digest, other_weights, read
-from tests.cotrain.export.test_export import COSTS, TAUS
+from tests.cotrain.export.test_export import COSTS, HELD
 from tests.cotrain.export.test_export import REPORT as MEASURED
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder
@@ -46,12 +46,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     place = tmp_path_factory.mktemp("drafts")
     target_folder(place / "target")
     target_folder(place / "other", seed=1)
-    held = {f"{name}_T0.7/all/{k}": tau for name, taus in TAUS.items() for k, tau in enumerate(taus, 1)}
 
     def made(kind: str) -> Path:
         if not (place / kind).is_dir():
             path = draft_folder(place / kind, place / "target", kind)
-            report = {**MEASURED, "extra": {"costs": asdict(COSTS), "held_out": held}}
+            report = {**MEASURED, "extra": {"costs": asdict(COSTS), "held_out": HELD}}
             (path / REPORT).write_text(json.dumps(report), encoding="utf-8")
             metadata = read(path).metadata
             regime = {**metadata.regime, "temperature": 0.7}

@@ -35,7 +35,7 @@ from inference.drafts.weight_files import read_json
 from inference.measure.costs import Costs
 from inference.report.table import table
 from studies.pretrain.tokenizer import train_tokenizer
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 VOCAB, PADDED = 300, 320
@@ -195,7 +195,7 @@ def test_the_card_says_how_to_serve_and_what_was_measured(served: Path) -> None:
 
 
 def test_the_card_predicts_either_way_of_drafting() -> None:
-    metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 3, regime={"temperature": 0.7})
+    metadata = Metadata(TARGET, 3, regime={"temperature": 0.7})
     held = {
         "alpha_T0.7/all": 0.81,
         "tau_T0.7/all/3": 2.9,

@@ -33,6 +33,8 @@ from cotrain.export.gguf import TOKENS, export, refuse_shape, split_name, write_
 from inference.drafts.draft_folder import Metadata, save
 from studies.pretrain.tokenizer import train_tokenizer
 from tests.folders import target_folder
+from tests.gguf_files import LAYER, restored
+from tests.tiny import TARGET
 
 TEXTS = ["def add(a, b):\n    return a + b\n", "the cat sat on the mat and the dog sat on the cat"]
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -116,39 +118,32 @@ def test_transformers_computes_the_same_logits(name: str, words: PreTrainedToken
     torch.testing.assert_close(logits(reloaded(tmp_path / GGUF_FILE)), logits(network), rtol=1e-4, atol=1e-4)
 
 
-def in_halves(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The rows of llama.cpp's order, neighbouring pairs, in that of transformers."""
-    each = rows.reshape(heads, -1, *rows.shape[1:])
-    return np.concatenate([np.concatenate([one[0::2], one[1::2]]) for one in each])
+def arrays(file: Path) -> dict[str, np.ndarray]:
+    return {one.name: one.data for one in GGUFReader(file).tensors}
+
+
+def same(read: dict[str, np.ndarray], name: str, wanted: torch.Tensor) -> None:
+    assert np.array_equal(read.pop(name), wanted.detach().float().numpy()), name
 
 
 def test_every_tensor_is_the_drafts(words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    """The rows of queries and keys are in llama.cpp's order."""
     network = filled(model()).to(torch.bfloat16)
     write_file(network, words, tmp_path / GGUF_FILE)
     read = {one.name: dequantize(one.data, one.tensor_type) for one in GGUFReader(tmp_path / GGUF_FILE).tensors}
-    assert len(read) == len(network.state_dict()) == 2 * 9 + 3
+    assert len(read) == len(network.state_dict())
     for i, layer in enumerate(network.model.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        parts = {
-            "attn_norm": layer.input_layernorm,
-            "attn_v": attention.v_proj,
-            "attn_output": attention.o_proj,
-            "ffn_norm": layer.post_attention_layernorm,
-            "ffn_gate": mlp.gate_proj,
-            "ffn_up": mlp.up_proj,
-            "ffn_down": mlp.down_proj,
-        }
-        for name, part in parts.items():
-            assert np.array_equal(read[f"blk.{i}.{name}.weight"], part.weight.detach().float().numpy()), name
-        for name, part, heads in (("attn_q", attention.q_proj, 4), ("attn_k", attention.k_proj, 2)):
-            rows = in_halves(read[f"blk.{i}.{name}.weight"], heads)
-            assert np.array_equal(rows, part.weight.detach().float().numpy()), name
+        for name, heads in (("attn_q", 4), ("attn_k", 2)):
+            read[f"blk.{i}.{name}.weight"] = restored(read[f"blk.{i}.{name}.weight"], heads)
+        for part, name in LAYER.items():
+            same(read, f"blk.{i}.{name}.weight", layer.get_submodule(part).weight)
     for name, part in (
         ("token_embd", network.model.embed_tokens),
         ("output_norm", network.model.norm),
         ("output", network.lm_head),
     ):
-        assert np.array_equal(read[f"{name}.weight"], part.weight.detach().float().numpy()), name
+        same(read, f"{name}.weight", part.weight)
+    assert not read
 
 
 def test_sizes_rope_and_norms_are_the_drafts(words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -178,7 +173,7 @@ def test_sizes_rope_and_norms_are_the_drafts(words: PreTrainedTokenizerFast, tmp
 def test_the_rope_of_llama_3_is_a_tensor_of_factors(words: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     network = model(rope_parameters=LLAMA3)
     write_file(network, words, tmp_path / GGUF_FILE)
-    (factors,) = (one.data for one in GGUFReader(tmp_path / GGUF_FILE).tensors if one.name == "rope_freqs.weight")
+    factors = arrays(tmp_path / GGUF_FILE)["rope_freqs.weight"]
     unscaled = 5e4 ** -(np.arange(0, 16, 2) / 16)
     assert np.allclose(unscaled / factors, network.model.rotary_emb.inv_freq.numpy(), rtol=1e-5)
     assert np.allclose(factors[0], 1) and np.allclose(factors[-1], 8)  # short waves as they are, long ones stretched
@@ -220,7 +215,7 @@ def test_eight_bits_are_near_and_vectors_stay_whole(words: PreTrainedTokenizerFa
 @pytest.fixture
 def draft(words: PreTrainedTokenizerFast, tmp_path: Path) -> Path:
     """A folder whose vocabulary is not padded, planned with 3 drafts a round."""
-    metadata = Metadata({"name": "some/target", "config": None, "tokenizer": None}, 3, objective="greedy")
+    metadata = Metadata(TARGET, 3, objective="greedy")
     return save(filled(model(vocab_size=USED)), words, tmp_path / "draft", metadata, None)
 
 

@@ -20,35 +20,17 @@ from inference.drafts.draft_folder import REPORT, Metadata, save
 from inference.proposers.p_eagle import PEagleNetwork
 from tests import kinds
 from tests.cotrain.export.test_block_export import HELD_OUT
-from tests.cotrain.export.test_gguf_export import LLAMA3, ROWS, contents, filled, in_halves, model, words
+from tests.cotrain.export.test_gguf_export import LLAMA3, ROWS, arrays, contents, filled, model, same, words
+from tests.gguf_files import LAYER, restored
 
 __all__ = ["words"]  # a fixture
 LAYERS, NARROW = [0, 1, 1], 48
 IDS = "eagle_aux_hidden_state_layer_ids"
-LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-}
 
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
     return model()
-
-
-def arrays(file: Path) -> dict[str, np.ndarray]:
-    return {one.name: one.data for one in GGUFReader(file).tensors}
-
-
-def same(read: dict[str, np.ndarray], name: str, wanted: torch.Tensor) -> None:
-    assert np.array_equal(read.pop(name), wanted.detach().float().numpy()), name
 
 
 def test_a_draft_of_eagle_3_is_what_llamacpp_asks_for(
@@ -65,8 +47,8 @@ def test_a_draft_of_eagle_3_is_what_llamacpp_asks_for(
     assert {key: said[f"eagle3.{key}"] for key in wanted} == wanted
     assert len(said["tokenizer.ggml.tokens"]) == ROWS
     for name, heads in (("attn_q", network.config.num_attention_heads), ("attn_k", 2)):
-        read[f"blk.0.{name}.weight"] = in_halves(read[f"blk.0.{name}.weight"], heads)
-    for name, part in {**LAYER, "attn_norm_2": "hidden_norm"}.items():
+        read[f"blk.0.{name}.weight"] = restored(read[f"blk.0.{name}.weight"], heads)
+    for part, name in {**LAYER, "hidden_norm": "attn_norm_2"}.items():
         same(read, f"blk.0.{name}.weight", network.midlayer.get_submodule(part).weight)
     for name, part in (("fc", network.fc), ("output_norm", network.norm), ("output", network.lm_head)):
         same(read, f"{name}.weight", part.weight)
@@ -102,9 +84,9 @@ def test_a_block_is_what_llamacpp_asks_for(
     wanted |= {"has_confidence_head": False} if markov else {}
     assert said["general.architecture"] == "dflash" and said["tokenizer.ggml.mask_token_id"] == mask
     assert {key: said[f"dflash.{key}"] for key in wanted} == wanted
-    of_layer = {**LAYER, "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+    of_layer = {**LAYER, "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}
     for i, layer in enumerate(network.layers):
-        for name, part in of_layer.items():
+        for part, name in of_layer.items():
             same(read, f"blk.{i}.{name}.weight", layer.get_submodule(part).weight)
     whole = {"fc": network.fc, "output_norm": network.norm, "output": network.lm_head or target.lm_head}
     whole["enc.output_norm"] = network.hidden_norm

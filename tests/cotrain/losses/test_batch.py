@@ -11,11 +11,12 @@ from transformers import LlamaForCausalLM
 
 from cotrain.losses import divergences as losses
 from cotrain.losses.batch import DECAY, shares
-from cotrain.losses.spec import parse
 from cotrain.students.base import Guess, Seen
 from cotrain.students.independent import IndependentStudent
-from cotrain.training.module import Distillation, Stage
-from tests.cotrain.losses.test_sequence import LENGTHS, PROMPTS, K, alone, batch, calls, conversations, learnt
+from cotrain.training.module import Distillation
+from tests.cotrain.losses.test_sequence import LENGTHS, PROMPTS, K, batch, calls, conversations, learnt
+from tests.cotrain.students.test_every_student import teaching
+from tests.cotrain.training.test_module import alone
 from tests.student_kinds import STUDENTS
 from tests.tiny import tiny
 
@@ -36,8 +37,7 @@ class Copied(IndependentStudent):
 
 
 def module(student: Any, target: LlamaForCausalLM, name: str, **settings: Any) -> Distillation:
-    distillation: Any = Distillation(student, target, [Stage(1.0, parse(name))], *([None] * 2), {}, k=K, **settings)  # type: ignore[arg-type]
-    return alone(distillation)
+    return teaching(student, name, target, k=K, **settings)
 
 
 @pytest.mark.parametrize(("name", "chunk"), [("calls", 512), ("calls_block", 5), ("calls_tv", 512)])
@@ -121,15 +121,7 @@ def test_weights_without_texts_of_the_target_decay() -> None:
 
 
 def test_parts_of_a_sum_are_logged_by_name_and_add_up_over_depths(target: LlamaForCausalLM) -> None:
-    distillation: Any = Distillation(
-        STUDENTS["heads"](target),
-        target,
-        [Stage(1.0, parse("0.1*kl+1.8*tv+0.5*calls"))],
-        *([None] * 2),
-        {},
-        k=K,  # type: ignore[arg-type]
-    )
-    alone(distillation, 100, at=24)
+    distillation = alone(module(STUDENTS["heads"](target), target, "0.1*kl+1.8*tv+0.5*calls"), 100, at=24)
     value, _ = learnt(distillation, batch(CONVERSATIONS))
     parts = {name: one for name, one in distillation.step_figures.items() if name.startswith("loss_")}
     assert set(parts) == {"loss_kl", "loss_tv", "loss_calls"}

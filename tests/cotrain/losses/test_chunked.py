@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from cotrain.losses import chunked
 from cotrain.losses import divergences as losses
 from cotrain.losses.chunked import chunk_positions, compared, token_logs
-from cotrain.losses.chunked import chunked as in_chunks
 from cotrain.losses.guess import Guess
 from cotrain.teacher.target_distributions import FromStates
 from inference.sampling import keep_top_k
@@ -195,7 +194,7 @@ def test_all_options_together_equal_whole_distributions(length: int, chunk: int,
     whole = (spread.unsqueeze(1) if form == "rows" else spread).expand(ROWS, length)
     terms = [losses.kl, lambda p, q: 0.5 * losses.nla(p, q)]
     guess = Guess.everywhere(ours, head_q, tuple(head_q.parameters()) if eager else ())
-    value, statistics = in_chunks(
+    value, statistics = chunked.chunked(
         mean,
         FromStates(theirs, head_p),
         guess,

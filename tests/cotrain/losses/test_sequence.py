@@ -1,7 +1,6 @@
 """Losses of whole texts in training steps, of one batch and of several, against a recursion by hand."""
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from cotrain.losses import divergences as losses
 from cotrain.losses.spec import LossSpec, parse
 from cotrain.training.distributed import Grouped
 from cotrain.training.module import Distillation, Stage
-from tests.cotrain.training.test_module import module_of
+from tests.cotrain.training.test_module import alone, module_of
 from tests.tiny import tiny
 
 PROMPTS, LENGTHS = (
@@ -38,12 +37,6 @@ def batch(rows: list[int], prompts: bool = False) -> dict[str, Any]:
     part = Learnt(joined_texts([conversations().at(1.0, whole=prompts)]))
     items = [part[row] for row in rows]
     return {name: torch.stack([item[name] for item in items]) for name in items[0]}
-
-
-def alone(module: Distillation, steps: int = 1, at: int = 0) -> Distillation:
-    """Outside a trainer, at a step of so many."""
-    module._trainer = SimpleNamespace(global_step=at, max_steps=steps, world_size=1)  # type: ignore[assignment]
-    return module
 
 
 def learnt(module: Distillation, *batches: dict[str, Any]) -> tuple[float, Tensor]:

@@ -11,11 +11,10 @@ from cotrain.planning import planner
 from cotrain.planning.planner import MeasuredCosts, advice
 from inference.measure.costs import Costs, RealRound
 from inference.measure.timing import Interval
-from tests.bench_stubs import RANKING, REGIME, chains_of, met, plan_of, rates_of  # noqa: F401
+from tests.bench_stubs import REGIME, chains_of, plan_of, rates_of
+from tests.cotrain.bench.test_reports import ALONE
 from tests.encoder_decoders import t5
 from tests.settings import resized
-
-EAGER = Costs((1.0, 1.5, 2.5, 3.0, 3.5), 0.5, (0.1, 0.2, 0.3, 0.4, 0.5), 3, 40, first=0.25)
 
 
 def test_costs_of_an_encoder_decoder_are_those_of_short_texts_after_whole_sources(
@@ -48,7 +47,7 @@ def test_the_last_length_that_was_run_is_chosen_with_its_cost_too(monkeypatch: p
         )
 
     monkeypatch.setattr(planner, "calibrated", as_run)
-    length, table = planner.plan_length(plan, MeasuredCosts(EAGER, EAGER, {}), rates_of((1.2, 3.0, 5.0, 9.0)))
+    length, table = planner.plan_length(plan, MeasuredCosts(ALONE, ALONE, {}), rates_of((1.2, 3.0, 5.0, 9.0)))
     assert set(table.rounds) == {2, 3, 4} and length.k == 1 and length.speedups[4] < 1
 
 

@@ -39,7 +39,8 @@ def test_observed_rounds_are_those_of_the_longest_chains() -> None:
     engine = Engine(target, Independent(near(target)), policy=Fixed(1), rows=8)
     rounds = observed(engine, 3, PROMPTS, Sampling(0.9), 20, 1)
     assert engine.policy == Fixed(1)
-    stats = _as_observed(engine)
+    engine.policy = Fixed(3)
+    stats = engine.generate(PROMPTS, max_new_tokens=20, sampling=Sampling(0.9), seed=1).stats
     assert sum(one.seen for one in rounds) == sum(stats.tried)
     assert sum(one.accepted for one in rounds) == sum(stats.accepted)
     assert share(rounds) == pytest.approx(sum(stats.accepted) / sum(stats.tried))
@@ -58,11 +59,6 @@ def test_a_round_has_what_its_row_had_when_it_began() -> None:
         and 0 < tried[1] <= 3
         and all(now > before for before, now in zip(tried, tried[1:5], strict=False))
     )
-
-
-def _as_observed(engine: Engine) -> Any:
-    engine.policy = Fixed(3)
-    return engine.generate(PROMPTS, max_new_tokens=20, sampling=Sampling(0.9), seed=1).stats
 
 
 def test_estimates_are_those_of_the_process_that_made_the_rounds() -> None:

@@ -21,6 +21,7 @@ from tests.cotrain.students.test_eagle import PROMPTS, distributions, draft
 from tests.cotrain.students.test_p_eagle import IDS, PREDICTED, guessed, states_of
 from tests.cotrain.students.test_parallel import MASKS
 from tests.tiny import tiny
+from tests.watched import Watched
 
 SHAPES: list[dict[str, Any]] = [
     {},
@@ -191,27 +192,14 @@ def test_a_block_is_as_long_as_in_training_whatever_is_drafted() -> None:
     for settings in SHAPES:
         first = []
         for k in (1, 3):
-            engine = Engine(target, Block(kinds.block(target, 0.3, **settings)), policy=Fixed(k), rows=2)
+            watched = Watched(Block(kinds.block(target, 0.3, **settings)))
+            engine = Engine(target, watched, policy=Fixed(k), rows=2)
             output = engine.generate(PROMPTS[:2], max_new_tokens=1, seed=3, ignore_eos=True)
-            first.append(recorded(engine, PROMPTS[:2]))
             assert output.stats.target_calls == 2
+            watched.rounds.clear()
+            engine.generate(PROMPTS[:2], max_new_tokens=4, seed=3, ignore_eos=True)
+            first.append(watched.rounds[0].q)
         torch.testing.assert_close(first[0][:, :1], first[1][:, :1])
-
-
-def recorded(engine: Engine, prompts: list[list[int]]) -> Tensor:
-    """The distributions (A, k, V) of the first round."""
-    proposals: list[Tensor] = []
-    proposer: Any = engine.proposer
-    true = proposer.propose
-
-    def propose(round: Any) -> Any:
-        proposal = true(round)
-        proposals.append(proposal.q.clone())
-        return proposal
-
-    proposer.propose = propose
-    engine.generate(prompts, max_new_tokens=4, seed=3, ignore_eos=True)
-    return proposals[0]
 
 
 # --- first weights and folders

@@ -1,6 +1,5 @@
 """Conditioned drafts while they train: each text is learnt and evaluated at its own temperature."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from cotrain.losses import divergences as losses
 from cotrain.students.conditioned import ConditionedStudent as Student
 from cotrain.students.quantised import refuse_unknown
 from cotrain.training import preconditions, preflight
+from inference.drafts.weight_files import read_json
 from inference.proposers.conditioned import TABLE
 from inference.sampling import one_hot
 from studies import temperatures
@@ -114,7 +114,7 @@ def test_one_run_learns_at_every_temperature_and_the_study_reads_its_draft(tmp_p
     timed = """bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8 bench.parity_tokens=100
     bench.minutes=0 bench.depths=[2] bench.draft_dtype=float32 trainer.steps=6""".split()
     assert main(["train", "draft=conditioned", f"output={run}", *timed, *place]) == 0
-    held_out_json, report = (json.loads((run / name).read_text()) for name in ("held_out.json", "draft/report.json"))
+    held_out_json, report = (read_json(run / name) for name in ("held_out.json", "draft/report.json"))
     assert set(held_out_json["texts"]) == {"0", "0.7", "1"} and report["exactness"]["passed"]
     assert report["extra"]["training"]["temperatures"] == [0.0, 0.7, 1.0]
     table = load_file(run / "checkpoints" / "step-6" / "model.safetensors")[TABLE]
@@ -125,7 +125,7 @@ def test_one_run_learns_at_every_temperature_and_the_study_reads_its_draft(tmp_p
     settings = [part for one in place for part in ("--set", one)]
     words = [str(tmp_path / "out.json"), str(run / "draft"), f"1={plain}", f"0={plain}", "--k", "2", *settings]
     temperatures.main(words)
-    study = json.loads((tmp_path / "out.json").read_text())
+    study = read_json(tmp_path / "out.json")
     assert set(study) == {"environment", "commit", "command", "target", "conditioned", "k", "rows"}
     assert study["command"] == " ".join(["python -m studies.temperatures", *words])
     assert [row["temperature"] for row in study["rows"]] == [0.0, 1.0]

@@ -18,6 +18,7 @@ from inference.drafts.published import fused
 from inference.proposers.eagle import EagleNetwork
 from tests import kinds
 from tests.tiny import PROMPTS, tiny
+from tests.watched import Watched
 
 IDS = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(4))
 
@@ -73,22 +74,15 @@ class Sometimes:
 def test_rounds_without_drafts_lose_no_features() -> None:
     """Acceptance by a policy that pauses is that of the same rounds with every row alone."""
     target = tiny()
-    proposer = eagle_module.Eagle(kinds.eagle(target))
-    engine = Engine(target, proposer, rows=1, policy=Sometimes())
+    watched = Watched(eagle_module.Eagle(kinds.eagle(target)))
+    engine = Engine(target, watched, rows=1, policy=Sometimes())
     out = engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True)
-    checked = []
-    propose = proposer.propose
-
-    def watched(round: Any) -> Any:
-        texts, proposal = [list(text) for text in round.texts], propose(round)
-        (first, *_) = guessed(EagleStudent(proposer.network, target), torch.tensor(texts))
-        torch.testing.assert_close(proposal.q[:, 0], distributions(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
-        checked.append(len(texts[0]))
-        return proposal
-
-    proposer.propose = watched  # type: ignore[method-assign]
+    watched.rounds.clear()
     assert engine.generate([PROMPTS[1]], max_new_tokens=60, seed=5, ignore_eos=True).tokens == out.tokens
-    assert max(later - earlier for earlier, later in pairwise(checked)) > 4
+    for one in watched.rounds:
+        (first, *_) = guessed(EagleStudent(watched.network, target), torch.tensor(one.texts))
+        torch.testing.assert_close(one.q[:, 0], distributions(first)[-1:].exp(), atol=1e-6, rtol=1e-5)
+    assert max(len(later.texts[0]) - len(earlier.texts[0]) for earlier, later in pairwise(watched.rounds)) > 4
 
 
 def test_other_settings_raise() -> None:

@@ -22,7 +22,8 @@ from inference import Engine
 from inference.policy import Fixed
 from inference.sampling import one_hot
 from tests import standin
-from tests.cotrain.losses.test_sequence import alone
+from tests.cotrain.students.test_eagle import distributions
+from tests.cotrain.training.test_module import alone
 from tests.often import EACH_WAY, often
 from tests.student_kinds import SERVED, STUDENTS, VOCABULARY, target
 from tests.watched import Watched
@@ -39,10 +40,6 @@ def seen(kind: Any, ids: Tensor) -> Seen:
     model = target()
     with torch.no_grad():
         return Seen(dict(served(model, layers=kind.reads)[0](ids)))  # type: ignore[arg-type]
-
-
-def distributions(guess: Guess) -> Tensor:
-    return guess.head(guess.states).log_softmax(-1)
 
 
 def guesses(kind: Any, ids: Tensor, states: Seen | None = None, temperature: float = 1.0) -> list[Guess]:

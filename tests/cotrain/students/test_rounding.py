@@ -11,7 +11,7 @@ from cotrain.students.early_exit import EarlyExitStudent
 from cotrain.students.rounding import compensated, products
 from inference.models.packing import GROUP, best_scales, in_groups
 from inference.models.pretrained import decoder_layers
-from inference.proposers.early_exit import Grouped, untrained_exit
+from inference.proposers.early_exit import FourBits, untrained_exit
 from tests.tiny import tiny
 
 TEXTS = [torch.randint(32, (n,), generator=torch.Generator().manual_seed(n)) for n in (9, 30, 1, 17, 40, 25)]
@@ -19,7 +19,7 @@ TEXTS = [torch.randint(32, (n,), generator=torch.Generator().manual_seed(n)) for
 
 def test_a_weight_is_rounded_to_the_nearest_of_sixteen_numbers() -> None:
     """Of its group's scale; those outside become the last, and those that are represented stay."""
-    one = Grouped(2, 2 * GROUP)
+    one = FourBits(2, 2 * GROUP)
     scales = torch.tensor([[0.5, -2.0], [1.0, 0.25]])
     numbers = torch.randint(-8, 8, (2, 2, GROUP)).float()
     numbers[0, 0, :3] = torch.tensor([-9.4, 7.6, 3.4])
@@ -31,9 +31,11 @@ def test_a_weight_is_rounded_to_the_nearest_of_sixteen_numbers() -> None:
 
 def test_gradients_pass_the_rounding_inside_its_range_alone() -> None:
     """Those of the numbers are the scale; that of a gain is the sum over its group of the rounded weights."""
-    one = Grouped(1, GROUP)
+    one = FourBits(1, GROUP)
     numbers = torch.linspace(-9, 8, GROUP).unsqueeze(0)
     one.begin(3 * numbers, torch.tensor([[3.0]]))
+    assert one.numbers.min() == -8 and one.numbers.max() == 7  # so that all can learn
+    one.numbers.data.copy_(numbers)
     one.rounded().sum().backward()  # type: ignore[no-untyped-call]
     numbers_grad, gain_grad = (weight.grad for weight in (one.numbers, one.gain))
     assert numbers_grad is not None and gain_grad is not None
@@ -96,7 +98,7 @@ def test_errors_of_correlated_inputs_compensate_one_another(inputs: int) -> None
     )
 
     def error(numbers: torch.Tensor, scales: torch.Tensor) -> float:
-        one = Grouped(20, inputs)
+        one = FourBits(20, inputs)
         one.begin(numbers, scales)
         return float((x @ (one.rounded().detach() - weight).T).square().mean())
 

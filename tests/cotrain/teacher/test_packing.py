@@ -17,7 +17,9 @@ from cotrain.losses.spec import LossSpec, parse
 from cotrain.students.independent import IndependentStudent
 from cotrain.teacher.target_model import keeps_apart, served, split
 from cotrain.training.module import Stage
-from tests.cotrain.training.test_module import module_of
+from tests.cotrain.losses.test_sequence import learnt
+from tests.cotrain.students.test_every_student import whole
+from tests.cotrain.training.test_module import alone, module_of
 from tests.tiny import tiny
 
 END, LENGTHS = 3, (7, 4, 5)
@@ -93,32 +95,18 @@ def test_rounding_is_not_reading_across_texts() -> None:
 
 
 def batch(ids: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
-    rows = len(ids)
-    return {
-        "ids": ids,
-        "predicted": torch.ones(rows, ids.shape[1] - 1, dtype=torch.bool),
-        "key": torch.arange(rows) + 10 * ids.shape[1],
-        "temperature": torch.ones(rows),
-    } | more
+    """The keys are of texts of this length alone."""
+    return whole(ids) | {"key": torch.arange(len(ids)) + 10 * ids.shape[1]} | more
 
 
 def test_a_step_on_a_block_is_a_step_on_its_texts() -> None:
     """Except the prediction after each text's end, which only a block has."""
     target, small = tiny(), tiny(layers=1, seed=3)
-    module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=1)
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
+    module = alone(module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=1))
     inside = torch.ones(1, 15, dtype=torch.bool)
     inside[:, [6, 10]] = False
-    packed = batch(IDS, position_ids=POSITIONS) | {"predicted": inside}
-
-    def learnt(one: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor]:
-        small.zero_grad()
-        loss = module.training_step(one, 0)
-        loss.backward()
-        return loss.item(), torch.cat([p.grad.flatten() for p in small.parameters() if p.grad is not None])
-
-    value, slope = learnt(packed)
-    each = [(len(part[0]) - 1, *learnt(batch(part))) for part in IDS.split(LENGTHS, 1)]
+    value, slope = learnt(module, batch(IDS, position_ids=POSITIONS, predicted=inside))
+    each = [(len(part[0]) - 1, *learnt(module, batch(part))) for part in IDS.split(LENGTHS, 1)]
     count = sum(n for n, _, _ in each)
     assert value == pytest.approx(sum(n * part for n, part, _ in each) / count, rel=1e-6)
     torch.testing.assert_close(slope, sum(n * part for n, _, part in each) / count, rtol=0, atol=1e-6)
@@ -141,10 +129,10 @@ def test_the_mean_gradient_of_two_processes_is_that_of_one(name: str) -> None:
     target, small = tiny(), tiny(layers=1, seed=3)
     ids = torch.randint(32, (4, 12), generator=torch.Generator().manual_seed(0))
     inside = torch.arange(11) < torch.tensor([11, 9, 4, 2])[:, None]
-    whole = batch(ids) | {"predicted": inside}
+    together = batch(ids, predicted=inside)
     module = module_of(target, small, [Stage(1.0, parse(name))], steps=1)
 
-    def learnt(one: dict[str, torch.Tensor], world: int, counts: list[torch.Tensor] | None = None) -> torch.Tensor:
+    def slope_of(one: dict[str, torch.Tensor], world: int, counts: list[torch.Tensor] | None = None) -> torch.Tensor:
         reduced = iter(counts or [])
         seen: list[torch.Tensor] = []
 
@@ -160,10 +148,10 @@ def test_the_mean_gradient_of_two_processes_is_that_of_one(name: str) -> None:
         return torch.cat([p.grad.flatten() for p in small.parameters() if p.grad is not None])
 
     noted: list[list[torch.Tensor]] = []
-    expected = learnt(whole, 1)
-    halves = [{key: value[rows] for key, value in whole.items()} for rows in (slice(2), slice(2, 4))]
+    expected = slope_of(together, 1)
+    halves = [{key: value[rows] for key, value in together.items()} for rows in (slice(2), slice(2, 4))]
     for half in halves:
-        learnt(half, 2)  # what each process counts
+        slope_of(half, 2)  # what each process counts
     means = [torch.stack(counts).mean(0) for counts in zip(noted[1], noted[2], strict=True)]
-    averaged = torch.stack([learnt(half, 2, means) for half in halves]).mean(0)
+    averaged = torch.stack([slope_of(half, 2, means) for half in halves]).mean(0)
     torch.testing.assert_close(averaged, expected, rtol=0, atol=1e-6)

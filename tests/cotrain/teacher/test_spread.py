@@ -56,6 +56,11 @@ def written(model: PreTrainedModel) -> list[list[int]]:
     return engine.generate(prompts, max_new_tokens=6, sampling=Sampling(1.0), seed=3, ignore_eos=True).tokens
 
 
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+    """The norm of all differences."""
+    return sum((ours[name] - theirs[name]).double().square().sum() for name in ours).sqrt()
+
+
 def test_layers_on_two_devices_give_the_same_states_and_texts(folder: Path) -> None:
     whole = load_target(str(folder / "target"), dtype="float32")
     expected, texts, values = read(whole), written(whole), fingerprint(whole)
@@ -157,9 +162,7 @@ def test_two_processes_with_a_sharded_target_train_what_one_would(folder: Path, 
     done = launched("-m", "cotrain", "train", *two, "trainer.devices=2")
     assert done.returncode == 0, done.stderr[-3000:]
     began, ours, theirs = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("start", "one", "two"))
-    moved, apart = (
-        sum((ours[name] - other[name]).double().square().sum() for name in ours).sqrt() for other in (began, theirs)
-    )
+    moved, apart = distance(ours, began), distance(ours, theirs)
     assert apart < 0.02 * moved and moved > 1e-2
 
 

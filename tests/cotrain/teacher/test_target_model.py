@@ -9,13 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import (
-    CONFIG_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    PreTrainedModel,
-)
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cotrain.data.fingerprints import fingerprint
 from cotrain.students import independent
@@ -74,22 +68,6 @@ def test_weights_are_not_packed_for_a_cpu(folder: Path, monkeypatch: pytest.Monk
     assert False in packs and True not in packs
 
 
-def gemma() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        head_dim=8,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        final_logit_softcapping=0.5,
-        initializer_range=0.5,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
 def scaled(family: str, **changed: float) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -104,7 +82,10 @@ def scaled(family: str, **changed: float) -> PreTrainedModel:
         initializer_range=0.5,
         **changed,
     )
-    return AutoModelForCausalLM.from_config(config).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+gemma = partial(scaled, "gemma2", head_dim=8, final_logit_softcapping=0.5)
 
 
 CLOVA = pytest.mark.skipif("hyperclovax" not in CONFIG_MAPPING, reason="this transformers has no HyperCLOVA X")

@@ -17,6 +17,7 @@ from cotrain.commands import train
 from cotrain.errors import UserError
 from cotrain.ranks import awaited
 from tests.cotrain.commands.test_train import SIZES, job, same, weights
+from tests.cotrain.teacher.test_spread import distance
 from tests.folders import own_texts, run_paths
 
 SETTINGS = [
@@ -63,11 +64,9 @@ def alone(place: Path) -> Path:
 def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path], name: str) -> None:
     one, two = alone, pairs[name]
     for step in (2, 5):
-        ours, theirs = weights(one, step), weights(two, step)
-        start = weights(one, 0)
+        start, ours, theirs = weights(one, 0), weights(one, step), weights(two, step)
         # by their norms: Adam moves a weight whose gradient is mere rounding as far as any other
-        moved = sum((ours[name] - start[name]).double().square().sum() for name in ours).sqrt()
-        apart = sum((ours[name] - theirs[name]).double().square().sum() for name in ours).sqrt()
+        moved, apart = distance(ours, start), distance(ours, theirs)
         assert apart < 0.02 * moved and moved > 1e-2
     assert (two / "draft" / "report.json").exists() and not list(two.rglob("*.lock"))
 
@@ -95,9 +94,8 @@ def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     start, one, two = (
         load_file(path / "model.safetensors") for path in (place / "target", *(run / "target" for run in moved))
     )
-    distance = sum((one[name] - start[name]).double().square().sum() for name in one).sqrt()
-    apart = sum((one[name] - two[name]).double().square().sum() for name in one).sqrt()
-    assert apart < 0.2 * distance and distance > 1e-2  # Adam's first step is the sign of a gradient, even of rounding
+    learnt, apart = distance(one, start), distance(one, two)
+    assert apart < 0.2 * learnt and learnt > 1e-2  # Adam's first step is the sign of a gradient, even of rounding
 
 
 @pytest.mark.thorough

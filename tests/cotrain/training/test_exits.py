@@ -20,6 +20,7 @@ from inference.drafts.weight_files import read_json
 from inference.measure.costs import Costs
 from inference.models.passes import LAST
 from inference.output import Emitted
+from inference.proposers.early_exit import ExitNetwork, FourBits
 from tests.bench_stubs import rates_of
 from tests.cotrain.commands.test_train import SIZES
 from tests.folders import VOCABULARY, network, run_paths, target_and_texts
@@ -35,7 +36,9 @@ def at(layers: int, alpha: float, draft: float, depths: tuple[int, ...] = (1, 2)
 
 def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, exits: list[Any]) -> int:
     folder.mkdir()
-    cfg = SimpleNamespace(draft=SimpleNamespace(kind="early_exit", layers=None), init=SimpleNamespace(kind="scratch"))
+    cfg = SimpleNamespace(
+        draft=SimpleNamespace(kind="early_exit", layers=None, bits=None), init=SimpleNamespace(kind="scratch")
+    )
     monkeypatch.setattr(exit_planner, "exits", lambda job: [vars(one) for one in exits])
     exit_planner.plan_exits(SimpleNamespace(cfg=cfg, folder=folder))  # type: ignore[arg-type]
     return cfg.draft.layers  # type: ignore[return-value]
@@ -208,7 +211,9 @@ def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(exit_planner, "exits", lambda job: built.append(1) or rows)
 
     def job(layers: int | None, init: str = "target_layers", folder: Path = tmp_path) -> Any:
-        cfg = SimpleNamespace(draft=SimpleNamespace(kind="early_exit", layers=layers), init=SimpleNamespace(kind=init))
+        cfg = SimpleNamespace(
+            draft=SimpleNamespace(kind="early_exit", layers=layers, bits=None), init=SimpleNamespace(kind=init)
+        )
         return SimpleNamespace(cfg=cfg, folder=folder)
 
     first, again, given = job(None), job(None), job(3)
@@ -217,3 +222,23 @@ def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     assert (first.cfg.draft.layers, again.cfg.draft.layers, given.cfg.draft.layers) == (2, 2, 3)
     loaded = job(None, "pretrained", tmp_path / "other")  # the exit is the folder's
     assert exit_planner.plan_exits(loaded) is None and loaded.cfg.draft.layers is None and built == [1]
+
+
+def test_all_layers_in_four_bits_learn_and_are_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From one command: layers are not chosen, weights are fitted once, and the folder has those that were measured."""
+    target_and_texts(tmp_path)
+    bits = "draft=early_exit draft.bits=4 draft.depths=1 trainer.steps=2 trainer.corpus_steps=0".split()
+    asked = ["train", *run_paths(tmp_path, "run"), *SIZES, *bits]
+    assert main(asked) == 0
+    said = capsys.readouterr().out
+    assert said.count("draft.bits: rounding the target's weights on training texts") == 1
+    assert "linear exit" not in said
+    draft = tmp_path / "run" / "draft"
+    config, network = read_json(draft / "config.json"), ExitNetwork.from_pretrained(draft)
+    assert (config["bits"], config["num_hidden_layers"], config["rank"]) == (4, 2, 0)
+    parts = [part for part in network.modules() if isinstance(part, FourBits)]
+    assert len(parts) == 14 and all(torch.equal(part.numbers, part.numbers.round()) for part in parts)
+    assert not any(part.gain.any() for part in parts)
+    assert read_json(draft / "report.json")["exactness"]["passed"]
+    assert main([*asked, "trainer.steps=3"]) == 0  # goes on from what it learnt
+    assert "draft.bits: rounding" not in capsys.readouterr().out

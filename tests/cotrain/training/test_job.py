@@ -22,8 +22,9 @@ from cotrain.training import assembly
 from cotrain.training import job as job_module
 from cotrain.training.job import Job
 from cotrain.training.module import Distillation, Stage
-from tests.cotrain.losses.test_sequence import alone, batch
-from tests.cotrain.training.test_module import module_of
+from tests.cotrain.losses.test_sequence import batch
+from tests.cotrain.students.test_every_student import whole
+from tests.cotrain.training.test_module import alone
 from tests.folders import network, tokenizer
 from tests.settings import composed
 from tests.tiny import tiny
@@ -40,16 +41,14 @@ class Noted:
         return losses.kl(logp, logq)
 
 
-def padded(module: Distillation, vocabulary: int) -> Distillation:
-    """Of the same parts, but for the ids behind `vocabulary`, which only pad."""
-    taught = module.stages, module.make_optimizer, module.make_scheduler, module.held_out
-    target = tiny(seed=0)
-    return alone(Distillation(IndependentStudent(module.draft, vocabulary=vocabulary), target, *taught))
+def teaching(noted: Noted, student: IndependentStudent, target: Any) -> Distillation:
+    optimizer: Any = None
+    return alone(Distillation(student, target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {}))
 
 
 def test_padded_rows_have_no_mass_and_learn_nothing() -> None:
     noted, small = Noted(), tiny(layers=1, seed=3)
-    module = padded(module_of(tiny(), small, [Stage(1.0, LossSpec(noted))], 1), 29)
+    module = teaching(noted, IndependentStudent(small, vocabulary=29), tiny())
     texts = batch([0, 1, 2, 3])
     texts["ids"] = texts["ids"] % 29
     module.training_step(texts, 0).backward()
@@ -112,18 +111,12 @@ def test_the_vocabulary_of_a_run_excludes_padded_rows() -> None:
 def test_a_target_teaches_in_its_own_numbers() -> None:
     """float32 beside a draft whose step is computed in bfloat16."""
     target, noted = network(), Noted()
-    texts = Texts(torch.arange(24).view(2, 12) * 7 % 300, torch.tensor([1, 1]), torch.tensor([12, 12]), ["a", "a"])
-    optimizer: Any = None
-    module = alone(
-        Distillation(
-            IndependentStudent(network(1, seed=3)), target, [Stage(1.0, LossSpec(noted))], optimizer, optimizer, {}
-        )
-    )
-    part = {"ids": texts.ids, "predicted": texts.predicted, "key": torch.arange(2), "temperature": torch.ones(2)}
+    ids = torch.arange(24).view(2, 12) * 7 % 300
+    module = teaching(noted, IndependentStudent(network(1, seed=3)), target)
     with torch.autocast("cpu", torch.bfloat16):
-        module.training_step(part, 0)
+        module.training_step(whole(ids), 0)
     with torch.no_grad():
-        wanted = target(texts.ids).logits[:, :-1].log_softmax(-1).flatten(0, 1)
+        wanted = target(ids).logits[:, :-1].log_softmax(-1).flatten(0, 1)
     torch.testing.assert_close(noted.distributions[0], wanted, atol=1e-5, rtol=0)
     assert (noted.distributions[0].exp().sum(-1) - 1).abs().max() < 1e-5
 

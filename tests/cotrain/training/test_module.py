@@ -61,6 +61,12 @@ def module_of(
     return Distillation(student, target, *taught, remember=2**20)
 
 
+def alone(module: Distillation, steps: int = 1, at: int = 0) -> Distillation:
+    """Outside a trainer, at a step of so many."""
+    module._trainer = SimpleNamespace(global_step=at, max_steps=steps, world_size=1)  # type: ignore[assignment]
+    return module
+
+
 def judge(module: Distillation) -> float:
     """Acceptance as the draft now is."""
     module.judge()
@@ -84,10 +90,14 @@ def trainer(folder: Path, steps: int, *callbacks: lightning.Callback) -> lightni
     )
 
 
-def loader(vocabulary: int = 32) -> DataLoader:
+def blocks(vocabulary: int = 32) -> Texts:
     ids = torch.randint(vocabulary, (8, 16), generator=torch.Generator().manual_seed(1))
     first = torch.ones(8, dtype=torch.int64)
-    return DataLoader(Learnt(Texts(ids, first, 16 * first, ["a"] * 8)), batch_size=2)
+    return Texts(ids, first, 16 * first, ["a"] * 8)
+
+
+def loader(vocabulary: int = 32) -> DataLoader:
+    return DataLoader(Learnt(blocks(vocabulary)), batch_size=2)
 
 
 def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp_path: Path) -> None:
@@ -124,10 +134,8 @@ def test_training_moves_the_draft_and_nothing_else(target: LlamaForCausalLM, tmp
 def test_a_draft_learns_from_a_quantised_target(quantisation: str, tmp_path: Path) -> None:
     target = load_target(str(target_folder(tmp_path / "target")), quantisation)
     small = independent.from_layers(target, [0])
-    ids = torch.randint(VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(1))
-    blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, LossSpec(losses.kl))], steps=16)
-    module.held_out = {1.0: judged(target, blocks)}
+    module.held_out = {1.0: judged(target, blocks(VOCABULARY))}
     before = judge(module)
     theirs = copy.deepcopy(target.state_dict())  # after a pass: on a CPU the first one rounds the scales of nf4
     run = trainer(tmp_path, 16)
@@ -168,10 +176,8 @@ AT_OTHER_ENDS = ("greedy", "greedy_draft")
 )
 def test_every_loss_teaches(name: str, tmp_path: Path) -> None:
     target, small = tiny(), tiny(layers=1, seed=3)
-    ids = torch.randint(32, (8, 16), generator=torch.Generator().manual_seed(1))
-    blocks = Texts(ids, torch.ones(8, dtype=torch.int64), torch.full((8,), 16), ["a"] * 8)
     module = module_of(target, small, [Stage(1.0, parse(name))], steps=8)
-    module.held_out = {1.0: judged(target, blocks)}
+    module.held_out = {1.0: judged(target, blocks())}
     before, first = judge(module), copy.deepcopy(small.state_dict())
     trainer(tmp_path, 8).fit(module, loader())
     gained = judge(module) - before
@@ -182,12 +188,12 @@ def test_every_loss_teaches(name: str, tmp_path: Path) -> None:
 def test_uniforms_depend_on_the_seed_the_step_and_the_text_alone() -> None:
     module = module_of(tiny(), tiny(layers=1), [Stage(1.0, parse("kl"))], steps=2)
     keys = torch.tensor([5, 6])
-    module._trainer = SimpleNamespace(global_step=3)  # type: ignore[assignment]
+    alone(module, at=3)
     one = module._uniforms(keys, 4)
     assert torch.equal(module._uniforms(keys.flip(0), 4), one.flip(0))
-    module._trainer = SimpleNamespace(global_step=4)  # type: ignore[assignment]
+    alone(module, at=4)
     assert not torch.equal(module._uniforms(keys, 4), one)
-    module._trainer, module.seed = SimpleNamespace(global_step=3), 1  # type: ignore[assignment]
+    alone(module, at=3).seed = 1
     assert not torch.isclose(module._uniforms(keys, 4), one).any()
 
 
@@ -202,7 +208,7 @@ def test_a_pruned_draft_reads_the_whole_head_once_for_each_text(kind: str) -> No
     values: list[list[Tensor]] = [[], []]
     for number, masses in enumerate((True, False)):
         module = module_of(target, None, [Stage(1.0, parse("kl"))], 4, STUDENTS[kind](target))  # type: ignore[arg-type]
-        module._trainer = SimpleNamespace(global_step=0, max_steps=9, world_size=1)  # type: ignore[assignment]
+        alone(module, 9)
         assert module.masses
         module.masses = module.masses if masses else None
         head = module.head_target
@@ -224,7 +230,7 @@ def test_all_depths_of_a_draft_learn_whatever_length_ranks_checkpoints() -> None
     target = target_of_kinds()
     student = STUDENTS["medusa"](target)
     module = module_of(target, None, [Stage(1.0, parse("kl"))], 4, student)  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=9, world_size=1)  # type: ignore[assignment]
+    alone(module, 9)
     module.k = 1
     ids = torch.randint(target.config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(1))
     given = {"ids": ids, "predicted": torch.ones(2, 11).bool(), "key": torch.arange(2), "temperature": torch.ones(2)}

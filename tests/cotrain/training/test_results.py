@@ -168,10 +168,13 @@ def test_a_folder_has_the_prompts_that_the_draft_did_not_learn_from() -> None:
     """Of the final split, without those that begin as a prompt of another split, that are longer than the limit, or
     that come twice; none for prompts of the user, and none if one alone remains."""
     job = job_of("rollout.prompt_tokens=3")
-    texts = [text for text in map(str, range(1000)) if splits.split_of(text) == "final"][:6]
-    train = [text for text in map(str, range(1000)) if splits.split_of(text) == "train"][:60]
-    held_out = [text for text in map(str, range(1000)) if splits.split_of(text) == "held_out"][:6]
-    sampled = "".join(json.dumps({"text": text}) + "\n" for text in [*texts, *train, *held_out])
+
+    def texts_of(split: str, count: int) -> list[str]:
+        return [text for text in map(str, range(1000)) if splits.split_of(text) == split][:count]
+
+    texts = texts_of("final", 6)
+    every = [*texts, *texts_of("train", 60), *texts_of("held_out", 6)]
+    sampled = "".join(json.dumps({"text": text}) + "\n" for text in every)
 
     def rows(*prompts: list[int]) -> PromptRows:
         return PromptRows([{"domain": "self", "prompt": prompt, "completion": []} for prompt in prompts])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from cotrain.losses.spec import parse
 from cotrain.teacher.target_model import halves
 from cotrain.training.distributed import gathered, sharded, within
 from cotrain.training.module import Distillation, Stage
-from tests.cotrain.training.test_module import module_of
+from tests.cotrain.students.test_every_student import whole
+from tests.cotrain.training.test_module import alone, module_of
 from tests.tiny import tiny
 
 
@@ -27,15 +27,8 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 def step(module: Distillation) -> Tensor:
     """One step of plain descent; the loss before it."""
-    module._trainer = SimpleNamespace(global_step=0, max_steps=1, world_size=1)  # type: ignore[assignment]
     ids = torch.randint(32, (2, 12), generator=torch.Generator().manual_seed(1))
-    batch = {
-        "ids": ids,
-        "predicted": torch.ones(2, 11, dtype=torch.bool),
-        "key": torch.tensor([0, 1]),
-        "temperature": torch.ones(2),
-    }
-    loss = module.training_step(batch, 0)
+    loss = alone(module).training_step(whole(ids), 0)
     loss.backward()
     with torch.no_grad():
         for weight in module.draft.parameters():

@@ -18,8 +18,8 @@ from cotrain.teacher.target_distributions import FromStates
 from cotrain.training import module as modules
 from cotrain.training.distributed import counted, divisors
 from cotrain.training.module import Stage
-from tests.cotrain.losses.test_sequence import alone, batch, calls
-from tests.cotrain.training.test_module import module_of
+from tests.cotrain.losses.test_sequence import batch, calls
+from tests.cotrain.training.test_module import alone, module_of
 from tests.tiny import tiny
 
 B, T, V, D = 3, 9, 7, 4
@@ -43,8 +43,11 @@ def stepped(module: Any, at: int, *batches: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
     """Of the steps before it nothing is left, and nothing of it is shown at the steps behind."""
-    stages = [Stage(1.0, parse("kl+0.5*tv"))]
-    module = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
+
+    def taught() -> Any:
+        return alone(module_of(tiny(), tiny(layers=1, seed=3), [Stage(1.0, parse("kl+0.5*tv"))], 20), 20)
+
+    module = taught()
     parts = [batch([0, 1]), batch([2, 3])][:accumulated]
     counts = torch.stack([counted(part) for part in parts]).sum(0)
     if accumulated > 1:
@@ -63,10 +66,8 @@ def test_a_watched_step_is_logged_alone(accumulated: int) -> None:
         assert figures[4]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), rel=1e-5)
         best = p.gather(-1, q.argmax(-1, keepdim=True)).mean()
         assert figures[4]["acceptance_greedy_draft"] == pytest.approx(float(best), rel=1e-5)
-    fresh = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
-    assert stepped(fresh, 4, *parts) == pytest.approx(figures[4])
-    together = alone(module_of(tiny(), tiny(layers=1, seed=3), stages, 20), 20)
-    whole = stepped(together, 4, batch([0, 1, 2, 3][: 2 * accumulated]))
+    assert stepped(taught(), 4, *parts) == pytest.approx(figures[4])
+    whole = stepped(taught(), 4, batch([0, 1, 2, 3][: 2 * accumulated]))
     assert figures[4]["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 

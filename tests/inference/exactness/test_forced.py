@@ -16,14 +16,14 @@ from inference.proposers import Independent, NGram
 from inference.proposers.base import Proposal, Proposer
 from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import NGramIndex, Retrieval
+from tests.inference.exactness.test_verdict import NEW, PROMPTS, V
 from tests.inference.models.test_packing import halved, needs_kernels
 from tests.inference.proposers.test_hybrid import gate
 from tests.kinds import KINDS
 from tests.often import often
 from tests.tiny import emitted, near, tiny
 
-V, NEW, K = 8, 24, 3
-PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
+K = 3
 
 
 class Unknown(Independent):

@@ -8,12 +8,8 @@ from inference.exactness import teacher_forced as module
 from inference.exactness.teacher_forced import teacher_forced, whole_texts
 from inference.models.lm import LM
 from tests import standin
+from tests.inference.exactness.test_verdict import PROMPTS, V
 from tests.tiny import tiny
-
-V, NEW = 8, 24
-
-
-PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
 
 
 def test_teacher_forcing_gives_the_logits_of_whole_texts(pair):

@@ -15,11 +15,9 @@ from inference.policy import Fixed
 from inference.proposers import Independent
 from inference.sampling import probs
 from inference.sampling.noise import row_ids
+from tests.inference.exactness.test_verdict import PROMPTS, V
 from tests.inference.exactness.test_verdict_figures import LOGITS
 from tests.tiny import near, tiny
-
-V = 8
-PROMPTS = [[1, 2, 3], [4], [5, 6], [7, 1, 2, 3]] * 4
 
 
 @pytest.mark.parametrize("own", [0.0, 1e-5, 0.5])

@@ -1,21 +1,26 @@
 """Early exits draft in the target's slots and with the target's tensors, and leave both unchanged. So does the target
 in fewer bits in its slots."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cotrain.students.early_exit import EarlyExitStudent as Student
 from inference import Engine, Sampling
 from inference.models.forward import Stock
+from inference.models.llama import rounded
 from inference.models.lm import LM, store_prompts
 from inference.policy import Fixed
-from inference.proposers.early_exit import EarlyExit, first_layers, learning, serving, untrained_exit
+from inference.proposers.early_exit import EarlyExit, FourBits, first_layers, learning, serving, untrained_exit
 from inference.proposers.quantised import Quantised
-from tests.inference.models.test_packing import needs_kernels
+from tests.inference.models.test_llama import build
+from tests.inference.models.test_packing import BIASED, halved, needs_kernels
 from tests.kinds import KINDS, exit_network
 from tests.tiny import tiny
+from tests.watched import Watched
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
 
@@ -70,11 +75,72 @@ def test_what_verification_stores_over_eight_bits_is_the_targets_own() -> None:
     assert proposer.lm.chains
 
 
-def test_the_exit_of_a_target_in_its_own_forward_runs_in_its_own_too() -> None:
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 3])
+def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> None:
+    """At each draft of real rounds, over a target with biases, also after the target's head has changed; and in the
+    dtype of folders as in float32. The target's own keys and values stay."""
+    target = halved(build("Qwen2", BIASED | {"num_hidden_layers": 3, "intermediate_size": 96}))
+    target.lm_head.weight.data.copy_(rounded(target.lm_head.weight))  # which is served in 8 bits
+    network = exit_network(target, bits=4).float()
+    for part in network.modules():
+        if isinstance(part, FourBits):
+            part.gain.data.uniform_(-0.3, 0.3)
+    student = Student(network, target)
+    proposer = student.proposer()
+    watched = Watched(proposer)
+    engine = Engine(target, watched, policy=Fixed(3), rows=rows)
+    for change in (1.0, 0.5):
+        target.lm_head.weight.data.mul_(change)  # which torch does not count
+        watched.rounds.clear()
+        engine.generate(PROMPTS, max_new_tokens=9, sampling=Sampling(1.0), ignore_eos=True)
+        assert proposer.int8 and proposer.weights == "int4" and proposer.lm.chains
+        assert all(len(w.qkv.packed.weight[0]) == 36 for w in proposer.lm.run.weights.layers)  # two groups of 18 bytes
+        checked = 0
+        for done in watched.rounds:
+            for b, text in enumerate(done.texts):
+                ids = torch.tensor([text + done.x[b, : done.k[b]].tolist()])
+                for guess in Student(network, target).guesses({"ids": ids}, None):  # type: ignore[arg-type]
+                    if guess.depth >= done.k[b]:
+                        continue
+                    q = guess.head(guess.states).softmax(-1)[guess.at == len(text) - 1 + guess.depth][0]
+                    torch.testing.assert_close(done.q[b, guess.depth], q, atol=1e-4, rtol=5e-3)
+                    checked += 1
+        assert checked > 10
+    whole = copy.deepcopy(network)
+    for part in whole.modules():
+        if isinstance(part, FourBits):
+            weight = part.rounded()
+            part.fold()
+            assert torch.equal(part.bfloat16().rounded(), weight)
+    require_the_targets_own(target, EarlyExit(whole, target), 1e-3)
+
+
+def test_projections_that_are_not_plain_have_no_four_bits() -> None:
+    """Those of quantised weights or adapters, to begin with; a folder serves a target with an adapter too."""
+    target = tiny(layers=2, hidden=32, dtype=torch.float32)
+    network, plain = exit_network(target, bits=4), target.model.layers[0].mlp.up_proj
+
+    class Other(nn.Linear):
+        pass
+
+    other = Other(32, 64, bias=False)
+    other.weight = nn.Parameter(plain.weight.detach().to(torch.bfloat16), requires_grad=False)
+    target.model.layers[0].mlp.up_proj = other
+    with pytest.raises(ValueError, match="projections that are not plain linear layers"):
+        untrained_exit(target, 1, 0, 1, 4)
+    served = serving(network, target).model.layers[0].mlp.up_proj
+    assert type(served) is nn.Linear and served.weight.dtype == torch.float32
+    with pytest.raises(ValueError, match="a multiple of 32 inputs"):
+        untrained_exit(tiny(hidden=40, heads=2), 1, 0, 1, 4)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_exit_of_a_target_in_its_own_forward_runs_in_its_own_too(bits: int | None) -> None:
     """A hook on the last layer, which the exit does not have, is one that only the target's own forward runs."""
-    target = tiny(layers=3)
+    target = tiny(layers=3, hidden=32, dtype=torch.float32)
     target.model.layers[2].register_forward_hook(lambda *_: None)
-    proposer = EarlyExit(exit_network(target), target)
+    proposer = EarlyExit(exit_network(target, bits=bits), target)
     out = Engine(target, proposer, policy=Fixed(3)).generate(PROMPTS[:1], max_new_tokens=8, sampling=Sampling(0))
     assert out.tokens == Engine(target).generate(PROMPTS[:1], max_new_tokens=8, sampling=Sampling(0)).tokens
     assert type(proposer.lm.run) is Stock

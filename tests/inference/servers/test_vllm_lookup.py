@@ -16,6 +16,7 @@ from inference.servers.vllm_lookup import FOLDER, Lookup
 from tests.kinds import KINDS
 from tests.often import often
 from tests.tiny import near, tiny
+from tests.watched import Watched
 
 K, CONTEXT = 3, 64
 
@@ -26,22 +27,6 @@ def config() -> SimpleNamespace:
         model_config=SimpleNamespace(max_model_len=CONTEXT),
         scheduler_config=SimpleNamespace(max_num_seqs=3),
     )
-
-
-class Kept:
-    """A proposer whose drafts are kept by text."""
-
-    def __init__(self, proposer: Retrieval | Hybrid, result: dict[tuple[int, ...], list[int]]) -> None:
-        self.proposer, self.result = proposer, result
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.proposer, name)
-
-    def propose(self, round):
-        proposal = self.proposer.propose(round)
-        for text, x, k in zip(round.texts, proposal.x.tolist(), proposal.k, strict=True):
-            self.result[tuple(text)] = x[:k]
-        return proposal
 
 
 @pytest.mark.parametrize("kind", often(["retrieval", "hybrid"], {"hybrid"}.__contains__))
@@ -56,9 +41,14 @@ def test_drafts_are_those_of_this_engine(kind: str, tmp_path: Path, monkeypatch:
         draft.save_pretrained(tmp_path)
     else:
         (tmp_path / "config.json").write_text('{"lookup": {"shortest": 1}}')
-    result: dict[tuple[int, ...], list[int]] = {}
-    engine = Engine(target, Kept(proposer or retrieval, result), rows=1, policy=Fixed(K))
+    watched = Watched(proposer or retrieval)
+    engine = Engine(target, watched, rows=1, policy=Fixed(K))
     engine.generate([[1, 2, 1, 3], [5], [4, 4, 6]], max_new_tokens=40, sampling=Sampling(0.9))
+    result = {
+        tuple(text): x[:k]
+        for one in watched.rounds
+        for text, x, k in zip(one.texts, one.x.tolist(), one.k, strict=True)
+    }
     monkeypatch.setenv(FOLDER, str(tmp_path))
     served = Lookup(config())
     assert (served.gate is None) == (kind == "retrieval")
