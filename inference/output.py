@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 PHASES = ("prefill", "draft", "target", "verify", "other")
 
 
@@ -210,6 +213,11 @@ class Emitted(NamedTuple):
     ids: list[int]
     tokens: list[list[int]]
     counts: list[Counts]
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the number of new tokens of each text, (B,) int64."""
+        return torch.tensor([len(text) for text in self.tokens])
 
 
 class IncrementalDecoder:

@@ -555,7 +555,7 @@ def pack_blocks(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, len
     refuse_short(texts, tokenizer, length)
     ids, domains, start = [], list[str](), start_token(tokenizer)
     for name in sorted(set(texts["domain"])):
-        stream = torch.tensor(list(_stream(_domain(texts, name), tokenizer, start)), dtype=torch.int64)
+        stream = torch.tensor(list(_stream(texts, name, tokenizer, start)), dtype=torch.int64)
         ids.append(stream[: len(stream) // length * length].view(-1, length))
         domains += [name] * len(ids[-1])
     whole = torch.cat(ids)
@@ -571,16 +571,12 @@ def refuse_short(texts: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, le
             "target.path: its tokenizer has no end token to separate texts: set eos_token in tokenizer_config.json"
         )
     start = start_token(tokenizer)
-    streams = (_stream(_domain(texts, name), tokenizer, start) for name in sorted(set(texts["domain"])))
+    streams = (_stream(texts, name, tokenizer, start) for name in sorted(set(texts["domain"])))
     if not any(next(islice(stream, length - 1, None), None) is not None for stream in streams):
         raise ValueError(
             f"data.block={length}: {len(texts)} texts make less than one block of {length} tokens: lower data.block=, "
             "or set trainer.corpus_steps=0"
         )
-
-
-def _domain(texts: datasets.Dataset, name: str) -> list[str]:
-    return [text for text, domain in zip(texts["text"], texts["domain"], strict=True) if domain == name]
 
 
 def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
@@ -589,9 +585,11 @@ def restarted(ids: torch.Tensor, start: int) -> torch.Tensor:
     return places - torch.where(ids == start, places, 0).cummax(1).values
 
 
-def _stream(texts: list[str], tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[int]:
-    for first in range(0, len(texts), 1000):
-        encoded = tokenizer(list(texts[first : first + 1000]), add_special_tokens=False, verbose=False)["input_ids"]
+def _stream(texts: datasets.Dataset, name: str, tokenizer: PreTrainedTokenizerBase, start: int) -> Iterator[int]:
+    """Yield the ids of the texts of a domain, one after the other, each behind the token `start`."""
+    own = [text for text, domain in zip(texts["text"], texts["domain"], strict=True) if domain == name]
+    for first in range(0, len(own), 1000):
+        encoded = tokenizer(own[first : first + 1000], add_special_tokens=False, verbose=False)["input_ids"]
         for text in encoded:
             yield start
             yield from text

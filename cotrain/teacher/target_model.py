@@ -32,7 +32,7 @@ from cotrain.ranks import local_rank
 from inference.drafts.bundled_target import UNREACHED, refuse_missing, resolve
 from inference.drafts.compatibility import ADAPTER
 from inference.drafts.draft_folder import load_tokenizer
-from inference.drafts.weight_files import CONFIG, json_if_any, read_json, weight_files
+from inference.drafts.weight_files import CONFIG, json_if_any, weight_files
 from inference.models.llama import INT8_ROWS, in_int8_rows
 from inference.models.passes import LAST
 from inference.models.pretrained import auto_class, head_of, id_of, layers_of, tapped, weights_quantisation, widened
@@ -183,8 +183,7 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
     folder = Path(name)
     if folder.is_dir():
         try:
-            if (folder / CONFIG).is_file():
-                read_json(folder / CONFIG)
+            json_if_any(folder / CONFIG)  # raises for a broken file
             tokenizer = load_tokenizer(folder, trust_remote_code)
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error

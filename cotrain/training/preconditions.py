@@ -268,19 +268,21 @@ def _lightning(cfg: Trainer) -> None:
             f"trainer.precision={cfg.precision}: float16 trains only on a GPU, and this machine has none: "
             "set trainer.precision=auto"
         )
-    options: dict[str, Any] = {
-        "devices": cfg.devices,
-        "num_nodes": cfg.nodes,
-        "accelerator": accelerator,
-        "logger": False,
-    }
     for key, value, strategy, name in (
         ("precision", cfg.precision, "auto", chosen),
         ("strategy", cfg.strategy, strategy_of(cfg), "32-true"),
         ("strategy", cfg.strategy, strategy_of(cfg), chosen),
     ):
         try:
-            lightning.Trainer(strategy=strategy, precision=cast(Any, name), enable_checkpointing=False, **options)
+            lightning.Trainer(
+                strategy=strategy,
+                precision=cast(Any, name),
+                devices=cfg.devices,
+                num_nodes=cfg.nodes,
+                accelerator=accelerator,
+                logger=False,
+                enable_checkpointing=False,
+            )
         except Exception as error:  # MisconfigurationException, ImportError, TypeError, ... by strategy
             why = " ".join(str(error).split())
             message = f"trainer.{key}={value}: Lightning cannot use it here: {why}"

@@ -35,6 +35,7 @@ from inference.models.pretrained import half, quantisation_of
 
 WEIGHT_BYTES = {"int8": 1.0, "int8_rows": 1.0, "fp8": 1.0, "nf4": 0.5, "fp4": 0.5, "awq": 0.5, "gptq": 0.5}
 TRAINED_BYTES = 16  # float32 weights, gradients and two moments of AdamW
+ROUNDED_BYTES = 10  # more for a weight in 4 bits that learns: the rounded one, and what its gradient needs
 GIB = 2**30
 SIZE = 1024  # rows and columns of the matrices that are timed
 MEMINFO = Path("/proc/meminfo")
@@ -176,6 +177,9 @@ def estimate_need(cfg: TrainConfig, known: RunOutline) -> Need:
     trained = TRAINED_BYTES * float(small)
     weights = big * WEIGHT_BYTES.get(_quantisation(cfg, known), half(device()).itemsize)
     sampling = small * 4.0 + decoding(cfg, known.target.config, known.draft.config)
+    if cfg.draft.bits and cfg.draft.trained:  # and a served copy
+        trained += ROUNDED_BYTES * small
+        sampling += small * half(device()).itemsize
     if cfg.teacher.urls:  # the layers, and what samples, are elsewhere
         weights, sampling = float(_ends_size(known.target)) * half(device()).itemsize, 0.0
     elif cfg.shards_target:  # a part of the layers, and one layer at a time

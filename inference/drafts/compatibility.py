@@ -177,7 +177,14 @@ def check_pair(
             f"vocab_size: the draft has {draft.vocab_size} rows, but the target has {target.vocab_size} (padding "
             "included), and engines need equal numbers: `cotrain export` makes them equal"
         )
-    return problems + _positions(target, draft)
+    # recurrent families have no such limit and no such key
+    long, short = (getattr(config, "max_position_embeddings", None) for config in (target, draft))
+    if long is not None and short is not None and short < long:
+        problems.append(
+            f"warning: max_position_embeddings: the draft's {short} is below the target's {long}: texts longer "
+            f"than {short} tokens get no drafts, or are rejected"
+        )
+    return problems
 
 
 def same_sizes(config: PretrainedConfig, target: PreTrainedModel, where: str) -> None:
@@ -210,14 +217,3 @@ def tokenizer_problems(target: PreTrainedTokenizerBase, draft: PreTrainedTokeniz
                 "the target's tokenizer"
             )
     return problems
-
-
-def _positions(target: PretrainedConfig, draft: PretrainedConfig) -> list[str]:
-    # recurrent families have no such limit and no such key
-    long, short = (getattr(config, "max_position_embeddings", None) for config in (target, draft))
-    if long is None or short is None or short >= long:
-        return []
-    return [
-        f"warning: max_position_embeddings: the draft's {short} is below the target's {long}: texts longer "
-        f"than {short} tokens get no drafts, or are rejected"
-    ]

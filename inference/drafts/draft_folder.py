@@ -392,8 +392,7 @@ def read(folder: str | Path) -> Folder:
             f"{path} is no draft folder: it has no {CONFIG}{inner or '; give a folder that cotrain exported'}"
         )
     for name in (CONFIG, GENERATION, REPORT):
-        if (path / name).is_file():
-            read_json(path / name)
+        json_if_any(path / name)  # raises for a broken file
     metadata = _metadata(path / METADATA) if (path / METADATA).is_file() else None
     if problem := other_report(path, metadata):
         warnings.warn(
@@ -537,8 +536,8 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> PreTrainedTok
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         return None
     for name in TOKENIZER_FILES:
-        if name.endswith(".json") and (path / name).is_file():
-            read_json(path / name)
+        if name.endswith(".json"):
+            json_if_any(path / name)  # raises for a broken file
     values = json_if_any(path / CONFIG)
     config = PretrainedConfig()  # of an unknown type of model, for which transformers warns
     if values.get("model_type", "") in CONFIG_MAPPING or "auto_map" in values:

@@ -40,7 +40,7 @@ def forced(engine: Engine, texts: Emitted, sampling: Sampling, max_new_tokens: i
     decides which tokens count as near a tie. Each token costs a target pass over k + 1 ids, or over a tree. The
     engine's slots are overwritten, so a stream of the engine cannot continue.
     """
-    lengths = torch.tensor([len(text) for text in texts.tokens])
+    lengths = texts.lengths
     B, T = len(texts.tokens), int(lengths.max())
     rounds = [
         [_figures(one, noise, sampling) for one in rounds_along(engine, texts, sampling, max_new_tokens, low, noise)]

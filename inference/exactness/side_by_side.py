@@ -62,7 +62,7 @@ def pair_figures(
         columns = slice(p_block.start, p_block.start + p_block.x.shape[1])
         for value, one in zip(values, (logp, logq, alpha, near_p, near_q), strict=True):
             value[p_block.rows, columns] = one.double().cpu()
-    lengths = torch.tensor([len(text) for text in texts.tokens])
+    lengths = texts.lengths
     inside = up_to(lengths, k.shape[1])
     values = values.masked_fill(~inside, 0.0)
     logp, logq, alpha, near_p, near_q = values

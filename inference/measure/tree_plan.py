@@ -84,7 +84,7 @@ class RatedTree:
 def distributions_of(target: LM, draft: LM, texts: Emitted, sampling: Sampling) -> Distributions:
     """Return the distributions of target and draft at every token of the texts. draft: the draft as an LM. texts:
     emitted by the target. sampling: the settings of these texts; a draft's q has them too."""
-    lengths = torch.tensor([len(text) for text in texts.tokens])
+    lengths = texts.lengths
     (p, _), (q, rank) = (_distributions(lm, texts, sampling, int(lengths.max())) for lm in (target, draft))
     x = torch.nn.utils.rnn.pad_sequence([torch.tensor(text) for text in texts.tokens], batch_first=True)
     return Distributions(p, q, x, lengths, rank)
@@ -121,7 +121,7 @@ def distributions_of_rounds(
     """
     with_proposer, V = copy.copy(engine), engine.target.vocabulary
     with_proposer.proposer, with_proposer.policy = proposer, Fixed(min(depths, proposer.depths or depths))
-    lengths = torch.tensor([len(text) for text in texts.tokens])
+    lengths = texts.lengths
     B, T, K = len(texts.tokens), int(lengths.max()), with_proposer.policy.k
     p, q = torch.zeros(B, T, V), torch.zeros(B, T + K, K, V)
     rank = torch.full((B, T + K, K), V)

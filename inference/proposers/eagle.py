@@ -524,6 +524,10 @@ class Eagle(Proposer):
         self.stored: list[int] = []  # pairs of each row that its slot holds
         self.waiting: list[int] = []  # pairs after the stored ones, whose features are in `features`
         self.longest = 0  # drafts of a graph, the same number each time
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set what a kind needs besides, from its network. Raises ValueError for a network of another kind."""
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Eagle":

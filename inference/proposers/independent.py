@@ -68,6 +68,10 @@ class Independent(Proposer):
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round at once, the same number each time, since each length needs its own graph
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Set what a kind needs besides, from its model. Raises ValueError for a model of another kind."""
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
@@ -298,6 +302,11 @@ class OnTargetsCache(Independent):
     shares_cache = True
     tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
     target: PreTrainedModel
+    # these do nothing, since the target stores prompts and moves its slots
+    stage = Proposer.stage
+    admit = Proposer.admit
+    enter = Proposer.enter
+    move = Proposer.move
 
     def open(self, host: Host) -> None:
         if host.target.model is not self.target:
@@ -307,24 +316,12 @@ class OnTargetsCache(Independent):
             )
         super().open(host)
 
-    def stage(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Do nothing, since the target stores prompts."""
-
-    def admit(self, low: int, prompts: Sequence[list[int]], states: States) -> None:
-        """Do nothing, since the target stores prompts."""
-
-    def enter(self, source: int, target: int, prompt: list[int]) -> None:
-        """Do nothing, since the target moves its slots."""
-
     def propose(self, round: Round) -> Proposal:
         self.stored = [len(text) - 1 for text in round.texts]
         return super().propose(round)
 
     def commit(self, outcome: Outcome) -> None:
         """Do nothing, since the target overwrites the keys and values of drafts."""
-
-    def move(self, source: int, target: int) -> None:
-        """Do nothing, since the target moves its slots."""
 
 
 def chain_drafter(greedy: bool) -> Run:

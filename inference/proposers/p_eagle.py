@@ -20,7 +20,7 @@ from inference.models.forward import picked_columns
 from inference.models.markov import MarkovHead
 from inference.models.step import Drafts, behind
 from inference.proposers.eagle import Eagle, EagleConfig, EagleDrafting, EagleNetwork
-from inference.proposers.trees import TreeShape, from_one_pass
+from inference.proposers.trees import from_one_pass
 
 
 class PEagleConfig(EagleConfig):
@@ -93,13 +93,5 @@ class PEagle(Eagle):
     drafting = PEagleDrafting
     one_pass = True
 
-    def __init__(
-        self,
-        network: PEagleNetwork,
-        greedy: bool = False,
-        *,
-        int8: bool = False,
-        shape: TreeShape = None,
-    ) -> None:
-        super().__init__(network, greedy, int8=int8, shape=shape)
-        self.mask = network.mask
+    def prepare(self) -> None:
+        self.mask = self.network.mask

@@ -13,9 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from inference.drafts.weight_files import CONFIG, read_json
 from inference.models.checksum import Stamp
 from inference.models.llama import rounded
-from inference.models.lm import LM, takes_int8
+from inference.models.lm import takes_int8
 from inference.models.pretrained import weights_quantisation
-from inference.proposers.base import Host, LoadArguments, SettingsNetwork
+from inference.proposers.base import Host, LoadArguments, Proposer, SettingsNetwork
 from inference.proposers.independent import OnTargetsCache
 from inference.proposers.trees import TreeShape
 
@@ -53,6 +53,7 @@ class Quantised(OnTargetsCache):
     """
 
     network_class: Any = QuantisedNetwork
+    language_model = Proposer.language_model
 
     def __init__(
         self,
@@ -113,9 +114,6 @@ class Quantised(OnTargetsCache):
                 f"{where}: the target is already quantised, so it cannot be its own draft in fewer bits: load the "
                 "target without quantisation"
             )
-
-    def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None
 
     @property
     def weights(self) -> str | None:

@@ -9,7 +9,7 @@ repetition, presence, frequency, banned, minimum length, processors. `process` i
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from transformers import (
 
 from inference.sampling.distributions import wide
 from inference.sampling.parameters import Sampling
-
-if TYPE_CHECKING:
-    from inference.request import Request
 
 Step = Callable[[Tensor, Tensor, int], Tensor]  # ids (1, T), logits (1, V), tokens generated -> logits (1, V)
 
@@ -143,6 +140,22 @@ def _require_a_token(logits: Tensor) -> None:
         )
 
 
+class Row(Protocol):
+    """The attributes of a row (`inference.request.Request`) that settings read: the ids of its text, the number of its
+    prompt's tokens, its new ids, its settings, and the ids that end it."""
+
+    @property
+    def text(self) -> list[int]: ...
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def new(self) -> list[int]: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def ends(self) -> frozenset[int]: ...
+
+
 class Penalties:
     """The active rows' settings that read the text, except processors. rows: the active rows. vocabulary: V.
 
@@ -153,7 +166,7 @@ class Penalties:
     # tensors that `apply` reads
     READ = ("bias", "ends", "first", "repetition", "presence", "frequency", "least", "words", "prompt", "generated")
 
-    def __init__(self, rows: Sequence["Request"], vocabulary: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], vocabulary: int, device: torch.device) -> None:
         self.rows, self.vocabulary, self.device = list(rows), vocabulary, device
         settings = [row.sampling for row in rows]
         self.bias = self._table([s.logit_bias or {} for s in settings])  # (A, V)
@@ -180,7 +193,7 @@ class Penalties:
             return [[] for _ in self.rows]
         ids = [row.text[count:] for row, count in zip(self.rows, self.counted, strict=True)]
         self.counted = [len(row.text) for row in self.rows]
-        return _padded(ids, -1)
+        return _padded(ids)
 
     def tails(self) -> list[list[int]]:
         """Return, for each text, its last `width` ids, as many as the longest banned sequence needs, padded with -1 on
@@ -291,14 +304,14 @@ class Penalties:
         return table.index_put_((a, ids), values)
 
     def _counts(self, texts: list[list[int]]) -> Tensor:
-        ids = torch.tensor(_padded(texts, -1), dtype=torch.int64, device=self.device).view(len(texts), -1)
+        ids = torch.tensor(_padded(texts), dtype=torch.int64, device=self.device).view(len(texts), -1)
         counts = torch.zeros(len(texts), self.vocabulary, dtype=torch.float32, device=self.device)
         return counts.scatter_add_(1, ids.clamp(min=0), (ids >= 0).to(counts.dtype))
 
 
-def _padded(rows: list[list[int]], fill: int) -> list[list[int]]:
+def _padded(rows: list[list[int]]) -> list[list[int]]:
     width = max(map(len, rows))
-    return [row + [fill] * (width - len(row)) for row in rows]
+    return [row + [-1] * (width - len(row)) for row in rows]
 
 
 def _last(ids: list[int], width: int) -> list[int]:
@@ -309,7 +322,7 @@ def _last(ids: list[int], width: int) -> list[int]:
 
 def apply_processors(
     logits: Tensor,
-    rows: Sequence["Request"],
+    rows: Sequence[Row],
     own: Sequence[int],
     x: Tensor,
     k: Sequence[int],
@@ -342,7 +355,7 @@ def apply_processors(
     return logits
 
 
-def _apply(scores_here: Tensor, row: "Request", draft: list[int], a: int, messages: dict[int, str]) -> None:
+def _apply(scores_here: Tensor, row: Row, draft: list[int], a: int, messages: dict[int, str]) -> None:
     """Call the processors of one row, and write the result into `scores_here` (1, V), in place. draft: the drafts
     before the position. a: the row's index. If a processor raises, its message is added to `messages` by the row's
     index, unless the row already has one, and every token gets -inf."""

@@ -179,16 +179,17 @@ def test_system_column() -> None:
 TOLD = "{% if tools %}{{ tools | tojson }}{% endif %}" + PLAIN
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Good day"}]}
 ASKED = {"prompt": "Hello"}
+TOOLS = [{"type": "function", "function": {"name": "read"}}]
 
 
 @pytest.mark.parametrize(
     ("row", "column", "value"),
     [
-        (MESSAGES, "tools", [{"type": "function", "function": {"name": "read"}}]),
-        (MESSAGES, "tools", '[{"type": "function", "function": {"name": "read"}}]'),
+        (MESSAGES, "tools", TOOLS),
+        (MESSAGES, "tools", json.dumps(TOOLS)),
         *((MESSAGES, name, "words") for name in ("system", "id", "text", "completion", "output", "source")),
         *((ASKED, name, "words") for name in ("system", "answer", "text", "response", "input", "instruction")),
-        (ASKED, "tools", [{"type": "function", "function": {"name": "read"}}]),
+        (ASKED, "tools", TOOLS),
     ],
 )
 def test_a_column_is_in_the_texts_or_is_said_not_to_be_read(
@@ -243,17 +244,10 @@ def test_missing_words() -> None:
     assert texts == [(line, "") for line in lines] and len(lines) == 44 and lines[:3] == ["NA", "null", "None"]
 
 
-def asked(template: str, row: dict[str, Any]) -> list[int]:
-    """The ids that a server has before the first answer."""
-    one = words(template)
-    text = str(one.apply_chat_template(row["messages"][:1], add_generation_prompt=True, tokenize=False))
-    return list(one(text, add_special_tokens=False)["input_ids"])
-
-
 @case("template opens a thought")
 def test_template_opens_a_thought(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, texts = read("bom.jsonl", TEMPLATES["r1"])
-    assert pairs(found) == [(asked(TEMPLATES["r1"], row), []) for row in rows_of("bom.jsonl")]
+    assert pairs(found) == [(by_template(row["messages"], TEMPLATES["r1"])[0], []) for row in rows_of("bom.jsonl")]
     assert all(prompt.endswith("<|a|><think>\n") for prompt, _ in texts)
     assert (
         "40 answers are not learnt from, but their prompts are used: 40, the first bom.jsonl, line 1"
@@ -271,7 +265,7 @@ def test_template_writes_an_empty_thought(tmp_path: Path) -> None:
     said = [row["messages"][1]["content"] + "<|im_end|>\n" for row in rows_of("bom.jsonl")]
     assert [one for _, one in texts] == said
     assert [row["prompt"] for row in found.rows] == [
-        asked(TEMPLATES["empty_think"], row) for row in rows_of("bom.jsonl")
+        by_template(row["messages"], TEMPLATES["empty_think"])[0] for row in rows_of("bom.jsonl")
     ]
     thought = [
         {

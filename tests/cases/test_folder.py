@@ -19,14 +19,17 @@ from inference import Engine, Sampling, load
 from inference.drafts import compatibility
 from inference.drafts.compatibility import ADAPTER, hash_weights
 from inference.drafts.draft_folder import METADATA, Metadata, ServedAs, describe, other_weights, read
+from inference.drafts.weight_files import read_json
 from inference.models import packing
 from inference.models.pretrained import cast, load_model
 from inference.policy import Fixed
 from tests.cases import case
+from tests.cotrain.students.test_initial_settings import target as target  # a fixture
 from tests.cotrain.training.test_preconditions import command
 from tests.draft_folders import draft_folder, new_student, written
 from tests.folders import network, own_texts, target_folder, tokenizer
 from tests.settings import composed
+from tests.tiny import TARGET
 
 STEP = 8  # bytes: a header's length is a multiple of them
 LINE = 64  # bytes: as far as offsets go
@@ -106,7 +109,7 @@ def test_other_weights_of_the_target_are_said_and_text_stays_exact(tmp_path, cap
         engine = load(draft)
     greedy: Any = {"max_new_tokens": 8, "sampling": Sampling(0.0), "ignore_eos": True}
     assert engine.generate([[5, 6, 7]], **greedy).tokens == Engine(str(place)).generate([[5, 6, 7]], **greedy).tokens
-    about = json.loads((draft / METADATA).read_text(encoding="utf-8"))
+    about = read_json(draft / METADATA)
     del about["target"]["weights"]
     (draft / METADATA).write_text(json.dumps(about), encoding="utf-8")
     assert read(draft).metadata is not None and other_weights(read(draft).metadata, str(place)) is None
@@ -120,7 +123,7 @@ def test_other_weights_of_an_adapter_are_said(tmp_path, capsys):
     (adapter / ADAPTER[0]).write_text("{}")
     save_file({"a": torch.ones(3)}, adapter / ADAPTER[1])
     written(draft, place, new_student("independent", load_model(str(place))))
-    about = json.loads((draft / METADATA).read_text(encoding="utf-8"))
+    about = read_json(draft / METADATA)
     about["made"] = {"adapter": str(adapter)}
     about["target"]["weights"] = hash_weights(str(place), str(adapter))
     (draft / METADATA).write_text(json.dumps(about), encoding="utf-8")
@@ -155,15 +158,13 @@ def test_a_hash_of_weights_is_of_what_is_stored(tmp_path):
     assert hash_weights(str(tmp_path / "nowhere")) is None and hash_weights("some/model") is None
     assert hash_weights("bundled") and hash_weights("bundled") != own
     (tmp_path / "empty").mkdir()
-    elsewhere = Metadata({"name": "x", "config": None, "tokenizer": None, "weights": own}, 2)
+    plain = Metadata(TARGET | {"weights": own}, 2)
     for path in ("nowhere", "empty"):  # what cannot be hashed is not said to differ
-        assert other_weights(elsewhere, str(tmp_path / path)) is None
-    assert other_weights(elsewhere, "some/model") is other_weights(elsewhere, str(tmp_path / "one")) is None
-    assert other_weights(elsewhere, str(tmp_path / "half"))
-    merged = {"name": "x", "config": None, "tokenizer": None, "weights": with_adapter}
-    about = Metadata(merged, 2, origin={"adapter": "a"})
+        assert other_weights(plain, str(tmp_path / path)) is None
+    assert other_weights(plain, "some/model") is other_weights(plain, str(tmp_path / "one")) is None
+    assert other_weights(plain, str(tmp_path / "half"))
+    about = Metadata(TARGET | {"weights": with_adapter}, 2, origin={"adapter": "a"})
     assert other_weights(about, str(tmp_path / "one")) is None  # merged: its hash is another
-    plain = Metadata({"name": "x", "config": None, "tokenizer": None, "weights": own}, 2)
     assert other_weights(plain, str(tmp_path / "one"), str(adapter))  # of the target that has an adapter now
     assert other_weights(plain, str(tmp_path / "half"), str(adapter)) is None  # may be the merged one
     assert (
@@ -294,11 +295,6 @@ def begin(file: Path, offset: int) -> None:
 
 
 EVERY: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS} | {"eagle": {"vocabulary": 100, "head_rank": 8}}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.mark.parametrize("kind", EVERY)

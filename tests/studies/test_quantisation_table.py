@@ -11,7 +11,7 @@ import torch
 from studies import matrix, quantisation_table
 from studies.quantisation_table import table
 from tests.cotrain.bench.test_measurement import plan
-from tests.cotrain.commands.test_train import SIZES
+from tests.cotrain.commands.test_train import BENCH
 from tests.draft_folders import draft_folder
 from tests.folders import network, target_folder
 from tests.studies.test_matrix import real_plan
@@ -49,9 +49,8 @@ def test_the_table_has_each_target_temperature_and_draft() -> None:
 def test_the_command_adds_the_table_to_the_report(tmp_path: Path) -> None:
     target = target_folder(tmp_path / "target")
     draft = draft_folder(tmp_path / "draft", target, "independent")
-    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
     asked = ["matrix.targets=[none,int8]", "matrix.drafts=[none]", "matrix.temperatures=[1]", "matrix.k=2"]
     paths = [f"target.path={target}", f"draft.path={draft}", f"output={tmp_path / 'bench'}"]
-    matrix.main([*paths, *sizes, *asked])
+    matrix.main([*paths, *BENCH, *asked])
     cells = json.loads((tmp_path / "bench" / "report.json").read_text())["extra"]["bits"]
     assert [cell["target"] for cell in cells] == ["none", "int8"] and cells[0]["alpha"] != cells[1]["alpha"]

@@ -23,6 +23,7 @@ from inference.models.pretrained import quantisation_of
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
 from tests.settings import composed, pick, put
+from tests.tiny import TARGET
 
 TRAINED = {
     "temperature": 0.6,
@@ -60,8 +61,7 @@ FREE = ("target.", "draft.", "bench.", "data.", "output", "overwrite", "minutes"
 
 def made(**changed: Any) -> Metadata:
     served = ServedAs(**{name: value for name, value in TRAINED.items() if name in SERVED})
-    target = {"name": "there", "config": None, "tokenizer": None}
-    return Metadata(target, 3, regime={name: TRAINED[name] for name in REGIME}, int8=True, served=served, **changed)
+    return Metadata(TARGET, 3, regime={name: TRAINED[name] for name in REGIME}, int8=True, served=served, **changed)
 
 
 def keys(schema: Any) -> set[str]:

@@ -11,15 +11,12 @@ from transformers import AutoModelForCausalLM
 from cotrain.cli import main
 from cotrain.commands import audit as command
 from cotrain.config.settings import AuditConfig
+from inference.drafts.weight_files import read_json
 from inference.servers.openai_client import Client
+from tests.cotrain.students.test_initial_settings import target as target  # a fixture
 from tests.draft_folders import draft_folder
 from tests.fake_vllm import FakeVLLM, running
-from tests.folders import own_texts, target_folder, write_rows
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("audit") / "target", layers=2, context=128)
+from tests.folders import own_texts, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +28,7 @@ def server(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
 
 def audited(target: Path, output: Path, *settings: str) -> tuple[int, dict]:
     status = main(["audit", f"target.path={target}", f"output={output}", "overwrite=true", *settings])
-    return status, json.loads((output / "report.json").read_text())["audit"]
+    return status, read_json(output / "report.json")["audit"]
 
 
 def test_texts_of_a_rollout_pass_and_not_at_another_temperature(
@@ -116,7 +113,7 @@ def test_counters_are_compared_with_the_texts(
         output, asked = tmp_path / name, [f"url={server.url}", f"draft.path={kind}", "new_tokens=20", *size]
         audited(target, output, *asked)
         server.drafts = False
-        calls = json.loads((output / "report.json").read_text())["audit"]["calls"]
+        calls = read_json(output / "report.json")["audit"]["calls"]
         assert calls["counted"] == 80
         assert (calls["expected"] == pytest.approx(8 * 19 / 3, abs=8)) == (kind == target)
     assert audited(target, tmp_path / "none", *asked)[1]["calls"] is None  # of a server without counters

@@ -46,7 +46,6 @@ HOSTILE = [
     "it's",
     '"quoted"',
     "'quoted'",
-    "'",
     "\\",
     "\\\\",
     "a\\",

@@ -28,6 +28,7 @@ from tests.draft_folders import copied, draft_folder
 from tests.folders import VOCABULARY, network, target_and_texts, tokenizer
 from tests.often import often
 from tests.settings import composed, put
+from tests.tiny import TARGET
 
 EVERY = [*KINDS, "retrieval, datastore"]
 SIZES = {
@@ -112,7 +113,7 @@ def test_a_folder_is_measured(kind: str, place: Path, settings: dict[str, Any]) 
 
 def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Path) -> None:
     path = foreign(tmp_path / "draft", tmp_path / "target", "quantised")
-    made = Metadata({"name": "x", "config": None, "tokenizer": None}, 2, tree=PlannedTree((-1, -1, 0), "tree"))
+    made = Metadata(TARGET, 2, tree=PlannedTree((-1, -1, 0), "tree"))
     found = Quantised.load(path, LoadArguments(network(), {}, made))
     assert isinstance(found.branching, StaticTrees) and found.branching.parents == (-1, -1, 0)
 
@@ -120,7 +121,7 @@ def test_a_rounded_target_is_loaded_with_the_tree_that_was_planned(tmp_path: Pat
 def foreign(path: Path, target: Path, kind: str) -> Path:
     """A folder of a kind that nothing here writes."""
     QuantisedConfig(bits="int8").save_pretrained(path)
-    about = Metadata({"name": str(target), "config": None, "tokenizer": None}, 2, kind=kind)
+    about = Metadata(TARGET | {"name": str(target)}, 2, kind=kind)
     describe(path, about)
     return path
 

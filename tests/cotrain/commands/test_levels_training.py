@@ -13,12 +13,10 @@ from inference import Engine, Sampling, load
 from inference.proposers.quantised import Quantised
 from inference.proposers.two_levels import TwoLevels
 from inference.report.build import validate
-from tests.cotrain.commands.test_train import SIZES, job
+from tests.cotrain.commands.test_train import BENCH, job
 from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 from tests.draft_folders import bare, draft_folder
 from tests.folders import network, target_and_texts
-
-BENCH = [size for size in SIZES if size.startswith("bench.")]
 
 
 @pytest.fixture(scope="module")

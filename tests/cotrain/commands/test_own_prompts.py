@@ -60,6 +60,14 @@ def train(place: Path, target: str, output: Path, *settings: str) -> int:
     return main(["train", f"target.path={place / target}", "data=self", f"output={output}", *SIZES, *settings])
 
 
+def assert_final_prompts(draft: Path, file: Path) -> list[dict[str, object]]:
+    """A draft's folder has prompts of the final split alone. Returns all rows of the file that were sampled."""
+    rows, unseen = ([json.loads(row) for row in path.open()] for path in (file, draft / PROMPTS))
+    final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
+    assert unseen and all(row in final for row in unseen)
+    return rows
+
+
 class TestDataSelf:
     @pytest.mark.thorough
     @pytest.mark.parametrize("target", ["base", "chat"])
@@ -73,12 +81,9 @@ class TestDataSelf:
         out = capsys.readouterr().out
         counts = read_json(tmp_path / "run" / "rollouts" / "self_prompts.json")["counts"]
         assert self_prompts.counts_line(counts) in out and counts["kept"] >= 8
-        rows = [json.loads(row) for row in (tmp_path / "run" / "rollouts" / "self_prompts.jsonl").open()]
-        assert all(("messages" in row) == (target == "chat") for row in rows)
         draft = tmp_path / "run" / "draft"
-        unseen = [json.loads(row) for row in (draft / PROMPTS).open()]
-        final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
-        assert unseen and all(row in final for row in unseen)
+        rows = assert_final_prompts(draft, tmp_path / "run" / "rollouts" / "self_prompts.jsonl")
+        assert all(("messages" in row) == (target == "chat") for row in rows)
         assert read(draft).metadata.served.messages == (target == "chat")
         if target == "chat":
             report = read_json(draft / "report.json")
@@ -129,10 +134,7 @@ class TestDataSelf:
         assert list(first) == list(last)
         manifests = [read_json(file)["source"] for file in run.rglob("*_T1.json")]
         assert len(manifests) == 3 and all("contents" in one for one in manifests)
-        rows = [json.loads(row) for row in (run / "warm" / "rollouts" / "self_prompts.jsonl").open()]
-        final = [rows[row] for row in in_split([self_prompts.split_content(row) for row in rows], "final")]
-        unseen = [json.loads(row) for row in (run / "draft" / PROMPTS).open()]
-        assert unseen and all(row in final for row in unseen)
+        assert_final_prompts(run / "draft", run / "warm" / "rollouts" / "self_prompts.jsonl")
 
     @pytest.mark.thorough
     def test_the_file_of_a_run_is_a_data_set_for_others(

@@ -17,13 +17,13 @@ from inference.measure.costs import Costs, RealRound
 from tests.bench_stubs import chains_of, plan_of, rates_of
 from tests.folders import network, tokenizer, write_rows
 from tests.settings import composed
+from tests.tiny import TARGET
 
 TREE = PlannedTree((-1, -1, 0), "traversal")
 
 
 def made(k: int = 5, tree: PlannedTree | None = None, verify: str = "block") -> Metadata:
-    target = {"name": "there", "config": None, "tokenizer": None}
-    return Metadata(target=target, k=k, tree=tree, served=ServedAs(verify))
+    return Metadata(TARGET, k, tree=tree, served=ServedAs(verify))
 
 
 def planned(metadata: Metadata | None, *settings: str) -> tuple[int | None, list[int]]:

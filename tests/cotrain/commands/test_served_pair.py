@@ -20,6 +20,7 @@ from cotrain.run_folder import claim, held, writable
 from inference.drafts.draft_folder import Metadata, ServedAs, save
 from tests.cotrain.commands.test_cli import ran  # noqa: F401
 from tests.folders import network, target_folder, tokenizer
+from tests.tiny import TARGET
 
 ODD = "a b, [c] = {ü} 漢字"
 
@@ -29,7 +30,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A draft folder under an odd name, which names a target under another."""
     root = tmp_path_factory.mktemp("served") / ODD
     target_folder(root / "target")
-    about = {"name": str(root / "target"), "config": None, "tokenizer": None}
+    about = TARGET | {"name": str(root / "target")}
     metadata = Metadata(about, 3, origin={"adapter": "ad"}, served=ServedAs(prompt_tokens=100))
     return save(network(layers=1), tokenizer(), root / "draft", metadata, None)
 
@@ -77,7 +78,7 @@ def test_a_launch_command_works_from_any_folder(tmp_path: Path, monkeypatch: pyt
 
 
 def test_tau_stands_beside_every_draft_length() -> None:
-    metadata = Metadata({"name": "t", "config": None, "tokenizer": None}, 2, regime={"temperature": 0.7})
+    metadata = Metadata(TARGET, 2, regime={"temperature": 0.7})
     held_out = {f"tau{way}_T0.7/all/{k}": 1 + k / 10 for way in ("", "_greedy_draft") for k in (1, 2, 3)}
     lines = tau_table({"extra": {"held_out": held_out}}, metadata).splitlines()
     assert lines[0] == "| drafts a round | 1 | **2** | 3 |" and lines[2] == "| sampled | 1.10 | 1.20 | 1.30 |"

@@ -10,16 +10,11 @@ from cotrain.cli import main
 from cotrain.commands.shapes import ACCEPTANCES, entry, shape_table
 from cotrain.planning.forecast import at_acceptance, break_even
 from inference.measure.costs import Costs
-from tests.folders import target_folder
+from tests.cotrain.students.test_initial_settings import target as target  # a fixture
 
 SMALL = ("bench.new_tokens=6", "bench.depths=[1,2]", "bench.quick_prompts=1", "bench.prompt_tokens=8", "threads=1")
 CHEAP = Costs((1.0, 1.1, 1.2), 0.1, (0.0,) * 3)
 DEAR = Costs((1.0, 1.1, 1.2), 2.0, (0.0,) * 3, rows=8)
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("shapes") / "target")
 
 
 def plan(target: Path, *settings: str) -> int:

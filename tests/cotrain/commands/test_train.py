@@ -32,6 +32,7 @@ SIZES = """data.block=64 rollout.texts=8 rollout.held_out_texts=2 rollout.prompt
 rollout.temperatures=[0.0,1.0] trainer.steps=5 trainer.corpus_steps=2 trainer.batch=2 trainer.validations=2
 optimizer.warmup=0.2 optimizer.decay=0.4 bench.prompts=2 bench.quick_prompts=1 bench.prompt_tokens=8 bench.new_tokens=8
 bench.parity_tokens=100 bench.minutes=0 bench.depths=[2] policy.k=2 init.layers=[0,1]""".split()
+BENCH = [size for size in SIZES if size.startswith("bench.")]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -393,9 +394,8 @@ def test_bench_measures_a_draft_made_elsewhere(run: Path, place: Path, capsys: p
     shutil.copytree(run / "draft", foreign)
     for name in ("cotrain.json", "report.json"):
         (foreign / name).unlink()
-    sizes = [setting for setting in SIZES if setting.startswith("bench.")]
     paths = [f"target.path={place / 'target'}", f"draft.path={foreign}", f"output={place / 'foreign bench'}"]
-    assert main(["bench", *paths, *sizes, "verify=coupled", "json=true"]) == 0
+    assert main(["bench", *paths, *BENCH, "verify=coupled", "json=true"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["verdict"].startswith("verdict: ") and "bench: draft length" in said.err
     report = read_json(place / "foreign bench" / "report.json")

@@ -41,15 +41,10 @@ def swaps(command: str) -> list[list[str]]:
     return [[f"{group}={names[i % len(names)]}" for group, names in choices.items()] for i in range(rounds)]
 
 
-def whole(command: str, *overrides: str) -> None:
-    """The configuration composes, fits the schema and every interpolation in it has a value."""
-    composed(*overrides, command=command)
-
-
 @pytest.mark.parametrize("command", PRIMARIES)
 def test_a_command_composes_by_itself(command: str) -> None:
     assert command in COMMANDS
-    whole(command)
+    composed(command=command)
 
 
 def covering() -> list[tuple[str, list[str]]]:
@@ -65,7 +60,7 @@ def covering() -> list[tuple[str, list[str]]]:
 
 @pytest.mark.parametrize(("command", "swap"), covering())
 def test_options_compose_where_their_group_is(command: str, swap: list[str]) -> None:
-    whole(command, *swap)
+    composed(*swap, command=command)
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
@@ -76,7 +71,7 @@ def test_an_experiment_composes_by_the_command_in_its_header(path: Path) -> None
     command, *arguments = shlex.split(line[1].strip("` "))
     if "-m" in arguments:  # each setting at the first value of its sweep
         arguments = [argument.partition(",")[0] for argument in arguments if argument != "-m"]
-    whole(command, *quote(arguments))
+    composed(*quote(arguments), command=command)
 
 
 def test_every_file_is_reached() -> None:

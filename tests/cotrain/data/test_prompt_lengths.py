@@ -5,8 +5,10 @@ import pytest
 from cotrain.data.prompt_rows import PromptRows, prompt_tokens
 
 
-def rows(*lengths: int) -> PromptRows:
-    return PromptRows([{"domain": "a", "prompt": [2] * length, "completion": []} for length in lengths])
+def of(**domains: list[int]) -> PromptRows:
+    return PromptRows(
+        [{"domain": name, "prompt": [2] * size, "completion": []} for name, sizes in domains.items() for size in sizes]
+    )
 
 
 @pytest.mark.parametrize(
@@ -21,13 +23,7 @@ def rows(*lengths: int) -> PromptRows:
     ],
 )
 def test_most_prompts_are_used(lengths: list[int], room: int, wanted: int) -> None:
-    assert prompt_tokens(rows(*lengths), room) == wanted
-
-
-def of(**domains: list[int]) -> PromptRows:
-    return PromptRows(
-        [{"domain": name, "prompt": [2] * size, "completion": []} for name, sizes in domains.items() for size in sizes]
-    )
+    assert prompt_tokens(of(a=lengths), room) == wanted
 
 
 def test_a_domain_of_long_prompts_is_covered_as_others_are() -> None:

@@ -76,10 +76,7 @@ def test_every_word_of_the_columns_that_are_read_is_in_the_row(
         ({}, "it has no column"),
         ({"prompt;domain": "a;b"}, "its only column is 'prompt;domain': separate columns by commas, not by ';'"),
         ({"data": [{"prompt": "a"}]}, "its 'data' is a list of objects: .* a file of that list alone"),
-        ({"prompt": "a", None: ["b"]}, "more cells than the file's first line"),
-        ({"prompt": 3}, "column 'prompt' holds int, not text"),
         ({"prompt": "a", "domain": ["b"]}, "column 'domain' holds list, not text"),
-        ({"prompt": "a\ud800"}, "no valid Unicode"),
         ({"prompt": "a", "completion": "b", "response": "c"}, "its columns completion and response differ"),
         ({"messages": "no JSON"}, "messages: .*the text is not JSON"),
         (

@@ -54,20 +54,25 @@ def test_a_sentence_says_what_the_record_holds() -> None:
         assert [pair.output for pair in pairs] == [pair.output for pair in sentences(records(number))]
 
 
+def embed(monkeypatch: pytest.MonkeyPatch, held_out: str, train: str) -> None:
+    """Each split has one document."""
+
+    def documents(domain: str, split: str, size: int) -> list[Document]:
+        return [Document(split, held_out if split == "held_out" else train)]
+
+    monkeypatch.setattr(sequence_tasks, "embedded", documents)
+
+
 def test_what_a_held_out_function_tells_is_not_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a held-out function under another name of its file, with another body or another docstring."""
     other_body = CODE.replace("abs(width * height)", "width * height * 1.0 * 1.0")
     other_words = CODE.replace("Return the area of a rectangle.", "Return how large a rectangle is.")
     free = CODE.replace("Return the area of a rectangle.", "Return the volume of a box.").replace("abs(", "round(")
-
-    def documents(domain: str, split: str, size: int) -> list[Document]:
-        return [Document(split, CODE)] if split == "held_out" else [Document(split, f"{other_body}{other_words}{free}")]
-
-    monkeypatch.setattr(sequence_tasks, "embedded", documents)
+    embed(monkeypatch, CODE, f"{other_body}{other_words}{free}")
     rows = embedded_pairs({"code": 100, "records": 0}, "train")
     assert {row["domain"] for row in rows} == {"signature", "summary"} and len(rows) == 2
     assert all("volume" in row["source"] + row["output"] for row in rows)
-    monkeypatch.setattr(sequence_tasks, "embedded", lambda domain, split, size: [Document(split, records(3))])
+    embed(monkeypatch, records(3), records(3))
     with pytest.raises(ValueError, match="no sequence task of the split train"):  # its records are held out
         embedded_pairs({"records": 100}, "train")
 
@@ -75,12 +80,7 @@ def test_what_a_held_out_function_tells_is_not_learnt(monkeypatch: pytest.Monkey
 def test_a_held_out_function_without_code_keeps_no_other_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Abstract functions have no code but a docstring, which is their own."""
     code = 'def area(width):\n    """Return the area of a rectangle."""\n'
-    other = code.replace("area", "volume")
-
-    def documents(domain: str, split: str, size: int) -> list[Document]:
-        return [Document(split, code if split == "held_out" else other)]
-
-    monkeypatch.setattr(sequence_tasks, "embedded", documents)
+    embed(monkeypatch, code, code.replace("area", "volume"))
     assert embedded_pairs({"code": 100}, "train")["output"] == ["def volume(width):"]
 
 

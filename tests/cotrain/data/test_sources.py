@@ -21,10 +21,6 @@ from tests.folders import few_files, tokenizer, write_rows
 CAP = 40_000
 
 
-def read_texts(path: str, column: str | None = None) -> datasets.Dataset:
-    return source_of(settings(path).model_copy(update={"column": column}), "all", tokenizer()).texts
-
-
 @pytest.fixture(scope="module")
 def files() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +80,8 @@ def test_a_domain_of_no_bytes_is_left_out() -> None:
 
 def test_another_column_and_own_domains_are_read(tmp_path: Path) -> None:
     path = own(tmp_path, {"body": "a", "domain": "x"}, {"body": "b", "domain": None})
-    assert list(read_texts(path, "body")["domain"]) == ["x", "own"]
+    named = settings(path).model_copy(update={"column": "body"})
+    assert list(source_of(named, "all", tokenizer()).texts["domain"]) == ["x", "own"]
 
 
 def settings(path: str | None, block: int = 8, **sizes: int) -> Data:

@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM
 from cotrain.data.texts import Texts
 from cotrain.evaluation import comparison
 from cotrain.evaluation.held_out import HeldOut, evaluate, figures, held_out
-from cotrain.evaluation.held_out import figures as named
 from cotrain.losses.guess import Guess
 from cotrain.students.base import LAST
 from cotrain.students.independent import IndependentStudent
@@ -248,10 +247,10 @@ def judged(target: LlamaForCausalLM, texts: Texts, temperature: float = 1.0) -> 
 
 def test_the_target_as_its_own_draft_is_always_accepted(target: LlamaForCausalLM) -> None:
     some = texts([14, 26], [2, 2], ["a", "b"])
-    figures = named(evaluate(judged(target, some), IndependentStudent(target), split(target)[1]))
-    assert figures["alpha/all"] == pytest.approx(1)
-    assert [figures[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
-    assert figures["kl/all"] == pytest.approx(0, abs=1e-9)
+    found = figures(evaluate(judged(target, some), IndependentStudent(target), split(target)[1]))
+    assert found["alpha/all"] == pytest.approx(1)
+    assert [found[f"tau/all/{k}"] for k in (1, 2, 3, 5)] == pytest.approx([2, 3, 4, 6])
+    assert found["kl/all"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_part_of_the_texts_is_the_same_share_of_each_domain() -> None:

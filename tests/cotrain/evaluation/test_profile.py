@@ -27,9 +27,9 @@ TEXTS = Texts(IDS, torch.tensor([3, 4, 5, 3, 1]), torch.tensor([21, 21, 12, 7, 2
 TARGET, DRAFT = network(), network(layers=1, seed=1)
 
 
-def held(temperature: float, top_p: float = 1.0) -> HeldOut:
+def held(temperature: float, top_p: float = 1.0, texts: Texts = TEXTS) -> HeldOut:
     cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    return held_out(served(TARGET)[0], TEXTS, temperature, cut)
+    return held_out(served(TARGET)[0], texts, temperature, cut)
 
 
 def profile_of(one: HeldOut) -> dict:

@@ -13,10 +13,8 @@ from cotrain.evaluation.profile import Provenance, provenance
 from cotrain.students.base import LAST
 from cotrain.teacher.target_model import served
 from inference import Engine, Sampling
-from inference.sampling import keep_top_p
-from tests.folders import network
+from tests.cotrain.evaluation.test_profile import TARGET, held
 
-TARGET = network()
 PROMPTS = [[2 + i % 7, 3, 5] for i in range(40)]
 
 
@@ -25,18 +23,21 @@ def engine() -> Engine:
     return Engine(TARGET, rows=40)
 
 
-@cache
-def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
-    settings = Sampling(temperature, top_p=top_p)
-    new = engine().generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
+def texts_of(new: list[list[int]]) -> Texts:
+    """Texts that go on after the prompts."""
     ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])
     return Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
 
 
+@cache
+def sampled(temperature: float, top_p: float = 1.0, seed: int = 0) -> Texts:
+    settings = Sampling(temperature, top_p=top_p)
+    new = engine().generate(PROMPTS, max_new_tokens=40, sampling=settings, ignore_eos=True, seed=seed).tokens
+    return texts_of(new)
+
+
 def of(texts: Texts, temperature: float, top_p: float = 1.0) -> Provenance:
-    cut = (lambda logits: keep_top_p(logits, top_p)) if top_p < 1 else None
-    read, head = served(TARGET)
-    return provenance(held_out(read, texts, temperature, cut), head)
+    return provenance(held(temperature, top_p, texts), served(TARGET)[1])
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 1.0), (1.0, 0.8), (0.0, 1.0)])
@@ -85,10 +86,8 @@ def test_in_bfloat16_greedy_texts_are_told_from_those_of_a_low_temperature(
     )
     model = LlamaForCausalLM(config).bfloat16().eval()
     new = Engine(model, rows=40).generate(PROMPTS, max_new_tokens=20, sampling=Sampling(temperature)).tokens
-    ids = torch.tensor([[*prompt, *text] for prompt, text in zip(PROMPTS, new, strict=True)])
-    texts = Texts(ids, torch.full((40,), 3), torch.full((40,), ids.shape[1]), ["a"] * 40)
     read, head = served(model)
-    assert provenance(held_out(read, texts, 0.0), head).own is own
+    assert provenance(held_out(read, texts_of(new), 0.0), head).own is own
 
 
 def test_greedy_texts_of_tied_logits_are_its_own() -> None:

@@ -19,7 +19,7 @@ from tests.draft_folders import draft_folder
 from tests.folders import target_folder
 from tests.inference.proposers.test_conditioned import IDS, logits
 from tests.kinds import conditioned_near
-from tests.tiny import tiny
+from tests.tiny import TARGET, tiny
 
 
 @pytest.mark.parametrize("t", [0.0, 0.35])
@@ -76,8 +76,7 @@ def test_an_exported_folder_is_an_independent_draft_of_one_temperature(tmp_path:
 
 
 def test_an_export_says_where_it_was_measured() -> None:
-    target = {"name": "t", "config": None, "tokenizer": None}
-    metadata = Metadata(target, 4, regime={"temperature": 1.0}, kind="conditioned", report="0" * 64)
+    metadata = Metadata(TARGET, 4, regime={"temperature": 1.0}, kind="conditioned", report="0" * 64)
     warning = measured_elsewhere(metadata, 0.7)
     assert warning and "measured at temperature 1, not at 0.7: cotrain bench regime.temperature=0.7" in warning
     assert measured_elsewhere(metadata, 1.0) is None and measured_elsewhere(replace(metadata, report=None), 0.7) is None

@@ -12,15 +12,10 @@ from cotrain.export.hf import folder_problems
 from inference import load
 from inference.drafts.draft_folder import REPORT, read
 from inference.drafts.weight_files import read_json
+from tests.cotrain.students.test_initial_settings import target as target  # a fixture
 from tests.draft_folders import draft_folder
-from tests.folders import target_folder
 
 PRUNED, LOW = {"vocabulary": 20}, {"head_rank": 4}
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("target") / "target")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The page says what the report says, in safe markup, and says what it leaves out."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,11 @@ import pytest
 
 from cotrain.cli import main
 from cotrain.page import html_page
-from cotrain.page.html_page import run_headline, share_of_costs
+from cotrain.page.html_page import floor, run_headline, share_of_costs
 from cotrain.page.loaded_run import load_runs
 from cotrain.page.rendering import visible_controls
 from cotrain.page.run_charts import crossing
+from inference.drafts.weight_files import read_json
 from inference.report.table import table
 from tests.pages import HOSTILE, RESULTS, Parsed, folder, full_report, marker, record
 
@@ -50,7 +50,7 @@ def shown(text: str) -> tuple[float, float]:
 
 
 def test_every_number_is_that_of_the_report(tmp_path: Path) -> None:
-    reports = [full_report(), json.loads((RESULTS / "grid.json").read_text())]
+    reports = [full_report(), read_json(RESULTS / "grid.json")]
     paths = [folder(tmp_path / str(i), report) for i, report in enumerate(reports)]
     page = parsed(*paths)
     sourced = [(text, attributes) for _, text, attributes in page.found if attributes.get("data-source")]
@@ -94,26 +94,39 @@ def test_a_chart_draws_the_numbers_of_its_table(tmp_path: Path) -> None:
 
 def test_the_first_line_says_the_speed_and_what_to_serve(tmp_path: Path) -> None:
     report = full_report()
-    line = parsed(folder(tmp_path / "a", report)).texts[""]
-    assert "2.13x [1.87, 2.46] at temperature 1: serve with k = 8" in line
+
+    def line(name: str) -> str:
+        """Of the report as it now is."""
+        return parsed(folder(tmp_path / name, report)).texts[""]
+
+    assert "2.13x [1.87, 2.46] at temperature 1: serve with k = 8" in line("a")
     report["speedup"]["whole"] = {"value": 0.8, "low": 0.7, "high": 0.9}
-    slow = parsed(folder(tmp_path / "b", report)).texts[""]
-    assert "0.80x [0.70, 0.90] at temperature 1: plain decoding is faster; serve without this draft" in slow
+    assert "0.80x [0.70, 0.90] at temperature 1: plain decoding is faster; serve without this draft" in line("b")
     report["speedup"]["whole"] = {"value": 1.2, "low": 0.9, "high": 1.5}
-    assert "no speed-up is shown yet" in parsed(folder(tmp_path / "c", report)).texts[""]
+    assert "no speed-up is shown yet" in line("c")
     report["extra"]["plain_is_faster"] = True  # a prediction beside it does not make 1.2x slower
-    assert "no speed-up is shown yet" in parsed(folder(tmp_path / "d", report)).texts[""]
+    assert "no speed-up is shown yet" in line("d")
     report["speedup"]["whole"] = {"value": 1.2, "low": 1.1, "high": 1.5}
-    assert "1.20x [1.10, 1.50] at temperature 1: serve with k = 8" in parsed(folder(tmp_path / "e", report)).texts[""]
+    assert "1.20x [1.10, 1.50] at temperature 1: serve with k = 8" in line("e")
     report["exactness"]["passed"] = False
-    assert (
-        "at temperature 1: the output is not exact; do not serve this draft"
-        in parsed(folder(tmp_path / "f", report)).texts[""]
-    )
+    assert "at temperature 1: the output is not exact; do not serve this draft" in line("f")
+
+
+def test_the_floor_is_of_the_batch_that_was_timed(tmp_path: Path) -> None:
+    report = full_report()
+    cell = report["extra"]["matrix"][0]
+    temperature, rows = report["settings"]["sampling"]["temperature"], report["settings"]["rows"]
+    shares = {rows + 1: 0.25, rows: 0.5}
+    report["extra"]["matrix"] = [
+        cell | {"temperature": temperature, "rows": at, "floor": cell["floor"] | {"round_share": share}}
+        for at, share in shares.items()
+    ]
+    (run,) = load_runs([folder(tmp_path / "run", report)])
+    assert floor(run).value == 0.5
 
 
 def test_what_a_run_lacks_is_left_out_with_a_word_why(tmp_path: Path) -> None:
-    page = parsed(folder(tmp_path / "run", json.loads((RESULTS / "demo.json").read_text())))
+    page = parsed(folder(tmp_path / "run", read_json(RESULTS / "demo.json")))
     for said in ("matrix.batches=", "matrix.targets=", "no TensorBoard event files", "no generation was recorded"):
         assert said in page.texts["left-out"]
     assert "Where drafts are accepted" not in page.texts["left-out"]

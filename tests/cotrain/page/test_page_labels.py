@@ -72,12 +72,6 @@ def section(text: str, name: str) -> str:
     return str(result)
 
 
-def of(report: dict[str, Any], temperature: float) -> dict[str, Any]:
-    """The report as if it had been of another regime."""
-    report["settings"]["sampling"]["temperature"] = temperature
-    return report
-
-
 def test_the_first_table_and_the_tiles(tmp_path: Path) -> None:
     report = full_report()
     report["extra"]["checkpoints"] = [{"step": s, "speedup": 1.0 + s, "tau": 2.0 + s} for s in (0, 3, 6)]
@@ -94,7 +88,8 @@ def test_the_first_table_and_the_tiles(tmp_path: Path) -> None:
 
 
 def test_the_regime_that_was_served_decides_what_is_shown(tmp_path: Path) -> None:
-    report = of(full_report(), 0.0)
+    report = full_report()
+    report["settings"]["sampling"]["temperature"] = 0.0
     cells = report["extra"]["matrix"] = report["extra"]["matrix"][::-1]
     text = page(tmp_path / "run", report)
     assert "at temperature 0: " in Parsed(text).texts[""]

@@ -10,11 +10,11 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from cotrain.evaluation.comparison import compare
-from cotrain.page import html_page
 from cotrain.page.loaded_run import load_runs, read_curves, thinned
 from tests.cotrain.evaluation.test_comparison import run as judged
+from tests.cotrain.page.test_page import parsed
 from tests.cotrain.page.test_page import small as small  # a fixture
-from tests.pages import Parsed, folder, marker
+from tests.pages import folder, marker
 
 
 def events(place: Path, name: str, steps: dict[int, float], second: int) -> None:
@@ -60,7 +60,7 @@ def test_a_killed_run_shows_how_far_it_came(tmp_path: Path) -> None:
     place = folder(tmp_path / "run", None, run=marker("unfinished", trainer={"steps": 40}))
     events(tmp_path / "run" / "tensorboard", "2_training/loss", {4: 2.0, 9: 1.0}, 1)
     events(tmp_path / "run" / "tensorboard", "4_held_out/acceptance_T1", {0: 0.25, 10: 0.5}, 2)
-    page = Parsed(html_page.page(load_runs([place])))
+    page = parsed(place)
     assert "not finished: step 9 of 40; the same command resumes it" in page.texts[""]
     assert "0.250 → 0.500" in page.texts["figures"]
     (loss,) = page.blocks["curve0-0-data"]["data"]
@@ -73,13 +73,15 @@ def test_runs_without_speed_are_compared_by_their_texts(tmp_path: Path) -> None:
         result[name] = judged(name, 0, factor)
         result[name]["texts"]["1"]["calls"]["4"][:9] = [20.0] * 9  # so that the gain is not the same everywhere
         places.append(folder(tmp_path / name, None, held_out=result[name], run=marker("finished")))
-    page = Parsed(html_page.page(load_runs(places)))
+    page = parsed(*places)
     assert "no speed was measured in this run (measure=false)" in page.texts[""]
     gains = compare({name: [json.loads(json.dumps(one))] for name, one in result.items()}, "kl")
     for gain in (gain for gain in gains if gain.label == "tv"):
         assert gain.low < gain.gain < gain.high or gain.k != 4
         assert f"{gain.gain:+.1%} [{gain.low:+.1%}, {gain.high:+.1%}]" in page.texts["runs"]
-    assert "evaluated on other texts" in _other(tmp_path, places[0])
+    texts = judged("rkl", 0, 1.0, [40] * 29 + [41])
+    other = folder(tmp_path / "rkl", None, held_out=texts, run=marker("finished"))
+    assert "evaluated on other texts" in parsed(places[0], other).texts["runs"]
 
 
 def test_runs_whose_folders_share_a_name_are_told_apart(tmp_path: Path) -> None:
@@ -88,15 +90,8 @@ def test_runs_whose_folders_share_a_name_are_told_apart(tmp_path: Path) -> None:
         one = judged(parent, 0, factor)
         (tmp_path / parent).mkdir()
         places.append(folder(tmp_path / parent / "train", None, held_out=one, run=marker("finished")))
-    text = Parsed(html_page.page(load_runs(places))).texts["runs"]
+    text = parsed(*places).texts["runs"]
     assert "tau over train (1), paired by text" in text and "train (2)" in text and "train (3)" in text
-
-
-def _other(tmp_path: Path, first: str) -> str:
-    """The comparison with a run that was judged on other texts."""
-    other = judged("rkl", 0, 1.0, [40] * 29 + [41])
-    places = [first, folder(tmp_path / "rkl", None, held_out=other, run=marker("finished"))]
-    return Parsed(html_page.page(load_runs(places))).texts["runs"]
 
 
 def test_a_report_that_was_changed_is_said(tmp_path: Path) -> None:

@@ -180,12 +180,10 @@ class TestOpening:
         assert [row[0]["messages"] for row in rows] == [said for *_, said in written]
 
     def test_messages_that_a_template_does_not_render_are_left_out(self) -> None:
-        words = template_of(FAMILIES["chatml"]).tokenizer
         refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHATML
         last = CHATML.replace("for m in messages", "for m in messages[-1:]")
         for template, count in ((refusing, sum(one[0]["role"] != "system" for one in BEFORE)), (last, 0)):
-            words.chat_template = template
-            turns = openings(Template(words, {}, {0}))
+            turns = openings(template_of(FAMILIES["chatml"]._replace(template=template)))
             assert [turn.before for turn in turns if turn.before] == BEFORE[len(BEFORE) - count :]
 
     def test_a_target_without_a_template_begins_a_text_with_its_start_token(self) -> None:
@@ -197,19 +195,17 @@ class TestOpening:
         assert [row["text"] for row in rows] == ["a text without an end, of which"] and not any(dropped.values())
 
     def test_a_template_that_changes_the_content_is_refused(self) -> None:
-        words = template_of(FAMILIES["chatml"]).tokenizer
-        words.chat_template = CHATML.replace("m.content", "m.content | upper")
+        family = FAMILIES["chatml"]._replace(template=CHATML.replace("m.content", "m.content | upper"))
         with pytest.raises(
             ValueError, match="data=self: .* changes the user's content, so prompts cannot be sampled: set data.path="
         ):
-            opening(Template(words, {}, {0}))
+            opening(template_of(family))
 
     def test_a_template_that_wants_more_messages_is_refused(self) -> None:
-        words = template_of(FAMILIES["chatml"]).tokenizer
-        words.chat_template = "{{ raise_exception('no system message') }}"
+        family = FAMILIES["chatml"]._replace(template="{{ raise_exception('no system message') }}")
         match = "data=self: .* template fails: no system message: correct the template, or set data.path= to messages"
         with pytest.raises(ValueError, match=match):
-            opening(Template(words, {}, {0}))
+            opening(template_of(family))
 
     @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama 3", "<|eot_id|>"), ("vicuna", None)])
     def test_a_special_token_after_an_answer_should_end_texts(self, name: str, end: str | None) -> None:

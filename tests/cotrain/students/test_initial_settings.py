@@ -36,7 +36,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_folder(tmp_path_factory.mktemp("initial") / "target")
+    return target_folder(tmp_path_factory.mktemp("target") / "target")
 
 
 def test_every_setting_of_a_kind_is_here() -> None:

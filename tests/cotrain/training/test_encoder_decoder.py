@@ -38,6 +38,7 @@ from inference.models.passes import LAST
 from inference.models.pretrained import longest_text
 from inference.policy import Fixed
 from inference.proposers import Independent
+from tests.cotrain.training.test_module import alone
 from tests.encoder_decoders import VOCABULARY, bart, marian, own_logits, t5, whisper
 from tests.folders import run_paths, tokenizer, write_rows
 from tests.often import often
@@ -281,8 +282,7 @@ def test_a_step_compares_target_and_draft_after_the_same_source() -> None:
     texts = texts_of(target)
     held = {1.0: held_out(served(target, VOCABULARY)[0], texts, 1.0)}
     stages: Any = [Stage(1.0, LossSpec(losses.kl))]
-    module = Distillation(student, target, stages, None, None, held, remember=2**20)  # type: ignore[arg-type]
-    module._trainer = SimpleNamespace(global_step=0, max_steps=2, world_size=1)  # type: ignore[assignment]
+    module = alone(Distillation(student, target, stages, None, None, held, remember=2**20), 2)  # type: ignore[arg-type]
     module.eval()
     module.log = module.log_dict = lambda *_, **__: None  # type: ignore[assignment, method-assign]
     for rows in ([0, 1, 2], [2, 0]):  # the second batch comes from memory

@@ -34,14 +34,17 @@ def at(layers: int, alpha: float, draft: float, depths: tuple[int, ...] = (1, 2)
     return SimpleNamespace(**rated(layers, rates, replace(COSTS, draft=draft), depths))
 
 
+def job_of(folder: Path, layers: int | None = None, init: str = "scratch") -> Any:
+    draft = SimpleNamespace(kind="early_exit", layers=layers, bits=None)
+    return SimpleNamespace(cfg=SimpleNamespace(draft=draft, init=SimpleNamespace(kind=init)), folder=folder)
+
+
 def chosen(folder: Path, monkeypatch: pytest.MonkeyPatch, exits: list[Any]) -> int:
     folder.mkdir()
-    cfg = SimpleNamespace(
-        draft=SimpleNamespace(kind="early_exit", layers=None, bits=None), init=SimpleNamespace(kind="scratch")
-    )
+    job = job_of(folder)
     monkeypatch.setattr(exit_planner, "exits", lambda job: [vars(one) for one in exits])
-    exit_planner.plan_exits(SimpleNamespace(cfg=cfg, folder=folder))  # type: ignore[arg-type]
-    return cfg.draft.layers  # type: ignore[return-value]
+    exit_planner.plan_exits(job)
+    return int(job.cfg.draft.layers)
 
 
 def test_the_exit_of_most_speed_up_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,18 +212,11 @@ def test_a_written_choice_is_read_again(tmp_path: Path, monkeypatch: pytest.Monk
     rows = [vars(at(1, 0.5, 0.1)), vars(at(2, 0.8, 0.2))]
     built: list[int] = []
     monkeypatch.setattr(exit_planner, "exits", lambda job: built.append(1) or rows)
-
-    def job(layers: int | None, init: str = "target_layers", folder: Path = tmp_path) -> Any:
-        cfg = SimpleNamespace(
-            draft=SimpleNamespace(kind="early_exit", layers=layers, bits=None), init=SimpleNamespace(kind=init)
-        )
-        return SimpleNamespace(cfg=cfg, folder=folder)
-
-    first, again, given = job(None), job(None), job(3)
+    first, again, given = job_of(tmp_path), job_of(tmp_path), job_of(tmp_path, 3)
     plans = [exit_planner.plan_exits(one) for one in (first, again, given)]
     assert plans[0] == plans[1] and plans[0] and plans[0]["layers"] == 2 and plans[2] is None and built == [1]
     assert (first.cfg.draft.layers, again.cfg.draft.layers, given.cfg.draft.layers) == (2, 2, 3)
-    loaded = job(None, "pretrained", tmp_path / "other")  # the exit is the folder's
+    loaded = job_of(tmp_path / "other", init="pretrained")  # the exit is the folder's
     assert exit_planner.plan_exits(loaded) is None and loaded.cfg.draft.layers is None and built == [1]
 
 

@@ -40,6 +40,7 @@ from inference.drafts.weight_files import read_json
 from inference.models import pretrained
 from tests.cotrain.commands.test_train import job, same
 from tests.cotrain.evaluation.test_held_out import judged, texts
+from tests.cotrain.training.test_module import alone
 from tests.folders import tokenizer
 from tests.often import often
 from tests.student_kinds import STUDENTS
@@ -48,6 +49,7 @@ from tests.tiny import tiny
 
 B, T, V, D = 2, 5, 11, 4
 MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 0, 1, 0]]).bool()
+TWO, FOUR = texts([16, 12], [1, 3], ["a", "a"]), texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
 
 
 # --- gradients
@@ -100,7 +102,6 @@ def training(kind: str = "independent", loss: str = "tv", remember: int = 2**20,
     with torch.no_grad():
         for p in adapter:
             p.copy_(0.1 * torch.randn_like(p))
-    some = texts([16, 12], [1, 3], ["a", "a"])
     given = {"epsilon": 0.01, "rank": 2, "lr": 1e-2, "every": 1, "weight": None, "detach": 0.0} | settings
     module = JointTraining(
         student.of(student.network),
@@ -108,22 +109,20 @@ def training(kind: str = "independent", loss: str = "tv", remember: int = 2**20,
         [Stage(1.0, parse(loss))],
         partial(optim.adamw, lr=1e-2, weight_decay=0.0, betas=[0.9, 0.95]),
         partial(trapezoid, progress=Progress(9), warmup=0.1, decay=0.1),
-        {1.0: judged(target, some)},
+        {1.0: judged(target, TWO)},
         adapter=adapter,
         settings=SimpleNamespace(**given),
         remember=remember,
         decay=1.0,
     )
-    module._trainer = SimpleNamespace(world_size=1, global_step=0, max_steps=9)  # type: ignore[assignment]
-    return module
+    return alone(module, 9)
 
 
 def batch() -> dict[str, Any]:
-    some = texts([16, 12], [1, 3], ["a", "a"])
     return {
-        "ids": some.ids,
-        "predicted": some.predicted,
-        "sampled": some.sampled,
+        "ids": TWO.ids,
+        "predicted": TWO.predicted,
+        "sampled": TWO.sampled,
         "key": torch.tensor([0, 1]),
         "temperature": torch.ones(2, dtype=torch.float64),
     }
@@ -247,11 +246,10 @@ def ups(target: Any) -> list[Tensor]:
 def test_the_scale_is_the_largest_within_the_bound(epsilon: float) -> None:
     module = training()
     target, live, head = module.student.target, module.live, module.head_target
-    some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
     whole = [weight.clone() for weight in ups(target)]
-    scale = choose_scale(target, live, head, some, epsilon)  # type: ignore[arg-type]
+    scale = choose_scale(target, live, head, FOUR, epsilon)  # type: ignore[arg-type]
     torch.testing.assert_close(ups(target), [scale * value for value in whole])
-    bound = movement(served(tiny(32)), (live, head), some).bound(CONFIDENCE)
+    bound = movement(served(tiny(32)), (live, head), FOUR).bound(CONFIDENCE)
     if epsilon > 1:
         assert scale == 1
     else:  # of its upper bound, not of the mean
@@ -263,8 +261,7 @@ def test_the_adapter_has_the_scale_that_is_returned_also_if_the_last_one_tried_w
 ) -> None:
     monkeypatch.setattr(joint, "SEARCHES", 1)
     module = training()
-    some = texts([16, 12, 14, 15], [1, 3, 2, 2], ["a"] * 4)
-    assert choose_scale(module.student.target, module.live, module.head_target, some, 1e-6) == 0  # type: ignore[arg-type]
+    assert choose_scale(module.student.target, module.live, module.head_target, FOUR, 1e-6) == 0  # type: ignore[arg-type]
     assert not any(bool(weight.any()) for weight in ups(module.student.target))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cotrain.cli import main
-from cotrain.config.drafts import EagleDraft, QuantisedDraft
+from cotrain.config.drafts import EagleDraft, EarlyExitDraft, QuantisedDraft
 from cotrain.config.settings import Bench
 from cotrain.training import preflight
 from cotrain.training.preconditions import Size, size_of
@@ -105,7 +105,11 @@ def test_memory_and_disk_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(preflight, "device", lambda: "cuda")
         assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 200
+    cfg.draft = EarlyExitDraft(bits=4)
+    assert preflight.estimate_need(cfg, there).memory == 100 * 2 + 8 * 4 + 1e9 + 8 * 2
     monkeypatch.setattr(preflight, "decoding", lambda *_: 10.0)
+    plain, cfg.draft.bits = preflight.estimate_need(cfg, there).memory, None
+    assert plain == preflight.estimate_need(cfg, there).memory + 8 * 10
     cfg.draft, cfg.mode, cfg.trainer.batch = EagleDraft(), "joint", 2
     monkeypatch.setattr(preflight, "size_of", lambda model: Size(10**6 if model.name == "big" else 8, 4))
     for method, size in (("awq", 0.5), ("fp8", 1.0)):  # of the checkpoint; three targets, to certify one
