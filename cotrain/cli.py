@@ -168,16 +168,10 @@ def _hydra(name: str, arguments: list[str]) -> int:
             if full_error is not None:
                 os.environ["HYDRA_FULL_ERROR"] = full_error
     if len(outputs) > 1:
-        _compared(name, outputs)
+        swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
+        if swept:
+            swept(outputs)
     return max(statuses)
-
-
-def _compared(name: str, outputs: list[str]) -> None:
-    """Call the function `swept` of the command's module, if it has one. outputs: the output folders of a sweep's
-    jobs."""
-    swept = getattr(importlib.import_module(f"cotrain.commands.{name}"), "swept", None)
-    if swept:
-        swept(outputs)
 
 
 def _options(name: str, scratch: str, arguments: Sequence[str]) -> list[str]:

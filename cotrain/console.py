@@ -11,7 +11,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_json
 from inference.report.schema import strict
 
 Answer = Callable[[Mapping[str, Any], str], None]  # prints an answer, given as an object and as text
@@ -32,7 +32,7 @@ def answering(as_json: bool) -> Iterator[Answer]:
 def write_answer(file: Path, answer: Mapping[str, Any], indent: int = 2) -> None:
     """Write the answer of a command to a JSON file. NaN and infinity become null, for example an interval of few
     batches."""
-    write_atomic(file, json.dumps(strict(answer), indent=indent, allow_nan=False) + "\n")
+    write_json(file, strict(answer), indent)
 
 
 EVERY = 30.0  # seconds between lines, without a terminal

@@ -19,6 +19,7 @@ from cotrain.losses.chunked import CHUNK, log_probs, served_logs
 from cotrain.losses.guess import chosen, numbers, picked
 from cotrain.students.base import LAST, Guess, Student
 from cotrain.teacher.target_model import Head
+from inference.sampling import at_ids
 
 IMPOSSIBLE, SIGMAS = 0.02, 6.0  # generous limits: kernels differ a little between machines
 TIED = 4  # in units of the highest logit's rounding: nearly all differences of two bfloat16 passes are smaller
@@ -165,12 +166,12 @@ def _moments(logits: Tensor, x: Tensor, held: HeldOut) -> Tensor:
     At temperature 0, a token whose logit is within rounding of the highest counts as the most probable one (surprise
     0), because another pass may choose either. Any other token gives an infinite surprise.
     """
-    at = x.to(logits.device)[:, None]
+    x = x.to(logits.device)
     if held.temperature == 0:
         rounding = TIED * torch.finfo(held.states[LAST].dtype).eps * logits.amax(-1).abs()
-        surprise = torch.where(logits.amax(-1) - logits.gather(-1, at)[:, 0] <= rounding, 0.0, math.inf)
+        surprise = torch.where(logits.amax(-1) - at_ids(logits, x) <= rounding, 0.0, math.inf)
         return torch.stack([surprise, torch.zeros_like(surprise), torch.zeros_like(surprise)], -1)
     logs = served_log_probs(logits, held.temperature, held)
     entropy = divergences.entropy(logs)
     square = (logs.exp() * logs.masked_fill(logs == -math.inf, 0.0).square()).sum(-1)
-    return torch.stack([-logs.gather(-1, at)[:, 0], entropy, square - entropy.square()], -1)
+    return torch.stack([-at_ids(logs, x), entropy, square - entropy.square()], -1)

@@ -1,7 +1,8 @@
 """The content of a run's folder for the page: reports, training curves, and numbers with their source."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -225,8 +226,8 @@ def _json(file: Path) -> dict[str, Any] | None:
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Return all scalars in the TensorBoard event files, keyed by tag; {} without files. For a step that a resumed run
-    repeated, the later value counts. An incomplete record at the end of a file is ignored."""
+    """Return all finite scalars in the TensorBoard event files, keyed by tag; {} without files. For a step that a
+    resumed run repeated, the later value counts. An incomplete record at the end of a file is ignored."""
     files = sorted(folder.rglob("*tfevents*"), key=lambda file: file.name)  # names begin with the time
     if not files:
         return {}
@@ -238,12 +239,10 @@ def read_curves(folder: Path) -> dict[str, Curve]:
         events.Reload()
         for name in events.Tags()["scalars"]:
             scalars.setdefault(name, {}).update({event.step: event.value for event in events.Scalars(name)})
-    return {name: list(_finite(values)) for name, values in scalars.items()}
-
-
-def _finite(values: dict[int, float]) -> Iterator[tuple[int, float]]:
-    """Yield (step, value) in ascending order of steps, without NaN and infinity."""
-    return ((step, value) for step, value in sorted(values.items()) if abs(value) < float("inf"))
+    return {
+        name: [(step, value) for step, value in sorted(values.items()) if math.isfinite(value)]
+        for name, values in scalars.items()
+    }
 
 
 def thinned(curve: Curve, most: int = MOST) -> Curve:

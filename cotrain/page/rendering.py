@@ -154,7 +154,7 @@ class Chart:
     def rows(self) -> tuple[list[object], list[list[object]]]:
         """Return the head and the rows of the table of all numbers, with a row for each x and a column for each
         series."""
-        columns = [dict(zip(one.x, range(len(one.x)), strict=True)) for one in self.series]
+        columns = [{x: i for i, x in enumerate(one.x)} for one in self.series]
         rows: list[list[object]] = [
             [x, *(_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True))]
             for x in dict.fromkeys(x for one in self.series for x in one.x)

@@ -28,6 +28,7 @@ from cotrain.data.texts import columns_of
 from cotrain.losses.guess import sent
 from cotrain.teacher.target_model import ENCODER, Reader, Record
 from inference.drafts.atomic import write_atomic, write_json
+from inference.drafts.weight_files import read_json
 from inference.models.passes import LAST
 
 MANIFEST = "teacher.json"
@@ -207,7 +208,7 @@ class DiskCache:
         path = folder / MANIFEST
         if not path.exists():
             write_json(path, maker, 2)
-        stored, current = json.loads(path.read_text(encoding="utf-8")), json.loads(json.dumps(maker))
+        stored, current = read_json(path), json.loads(json.dumps(maker))
         if differ := differences(stored, current):
             raise ValueError(
                 f"trainer.cache={folder}: it was made with another target (differences: "

@@ -8,7 +8,7 @@ Caches, launches and Python are ignored, so a duration is right to a factor of a
 import math
 import re
 import shutil
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,9 +311,4 @@ def machine_speed() -> MachineSpeed:
 
 def _seconds(work: Callable[[], float]) -> float:
     """Return the shortest of three times of `work` in seconds, after a warm-up."""
-    times = []
-    for _ in range(4):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(timeit.repeat(work, number=1, repeat=4)[1:])

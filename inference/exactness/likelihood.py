@@ -25,7 +25,7 @@ from inference.models import llama, packing
 from inference.models.lm import LM
 from inference.models.pretrained import cast
 from inference.output import Emitted
-from inference.sampling import Sampling, at_ids, probs
+from inference.sampling import Sampling, at_ids, probs, up_to
 
 SIGMAS, IMPOSSIBLE = 5, 0.02  # log probabilities have heavy tails, and rounding changes which tokens are cut
 
@@ -103,7 +103,7 @@ def _sigmas(difference: float, variance: float) -> float:
 def moments(p: Tensor, x: Tensor) -> Tensor:
     """Return five numbers per token, (..., 5) float64: -log p(x); the entropy H(p); the variance of -log p; sum_{v<x}
     p_v + p_x / 2 - 1/2; and the variance of this number. p: distributions (..., V). x: tokens (...)."""
-    logs, before = p.where(p > 0, 1.0).log(), torch.arange(p.shape[-1], device=p.device) < x.unsqueeze(-1)
+    logs, before = p.where(p > 0, 1.0).log(), up_to(x, p.shape[-1])
     entropy, square = (-(p * logs).sum(-1, dtype=torch.float64), (p * logs.square()).sum(-1, dtype=torch.float64))
     px = at_ids(p, x).double()
     middle = (p * before).sum(-1, dtype=torch.float64) + px / 2 - 0.5

@@ -1,7 +1,7 @@
 """What a plain step cannot do without: reading the target's weights once."""
 
 import math
-import time
+import timeit
 from statistics import median
 
 import torch
@@ -19,12 +19,8 @@ def read_seconds(lm: LM) -> float | None:
     sums over a tensor of that size. Return None for a model on an accelerator."""
     if lm.device.type != "cpu":
         return None
-    like, seconds = torch.ones(int(weight_bytes(lm)[0]) // 4), []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        like.sum()
-        seconds.append(time.perf_counter() - start)
-    return median(seconds)
+    like = torch.ones(int(weight_bytes(lm)[0]) // 4)
+    return median(timeit.repeat(like.sum, number=1, repeat=REPEATS))
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from inference.measure.costs import Costs, RealRound, not_negative
 from inference.verify.predict_chain import calls_from, jumps_of, round_starts
-from inference.verify.predict_tree import of_rounds, reach_tree
-from inference.verify.tree import chain, depths_of, from_paths, full, paths_of, ranks_of
+from inference.verify.predict_tree import of_rounds, reach_tree, reached
+from inference.verify.tree import chain, depths_of, from_paths, full, paths_of
 
 TOGETHER = 64  # shapes whose recursions run side by side
 TRIES = 4  # candidates of a step that are rated exactly
@@ -66,12 +66,9 @@ def candidates(parents: Parents, tables: Sequence[Tensor], whole: Tensor) -> dic
     (B, T): ones. chances: P(a round that starts at t accepts the child | the text). Nodes at the largest depth, and
     nodes that already have all their children, are left out. parents: of the tree's nodes.
     """
-    depths, ranks = (0, *depths_of(parents)), ranks_of(parents)
-    chances = [whole]
-    for parent, depth, rank in zip(parents, depths[1:], ranks, strict=True):
-        chances.append(chances[parent + 1] * tables[depth - 1][..., rank])
+    chances = [whole, *reached(tables, whole, parents).unbind(-1)]
     children = {}
-    for node, depth in enumerate(depths, -1):
+    for node, depth in enumerate((0, *depths_of(parents)), -1):
         rank = parents.count(node)
         if depth < len(tables) and rank < tables[0].shape[-1]:
             children[node] = depth + 1, chances[node + 1] * tables[depth][..., rank]
@@ -141,14 +138,8 @@ def products(accept: Tensor, whole: Parents, lengths: Tensor) -> Tensor:
     """Return the probabilities (B, T, N) of a tree's nodes under the rule `tree`: for each node, the product of
     `accept` over the child numbers of its path. whole: the tree's parents. accept (B, T, C) or (B, T, K, C): P(the
     text's token is accepted as child c). lengths (B,): tokens in each text."""
-    chances: dict[tuple[int, ...], Tensor] = {(): torch.ones_like(of_rounds(accept, 0, lengths)[..., 0])}
-    tables: dict[int, Tensor] = {}
-    for path in paths_of(whole):
-        level = len(path) - 1
-        if level not in tables:
-            tables[level] = of_rounds(accept, level, lengths)
-        chances[path] = chances[path[:-1]] * tables[level][..., path[-1]]
-    return torch.stack([chances[path] for path in paths_of(whole)], -1)
+    tables = [of_rounds(accept, level, lengths) for level in range(max(depths_of(whole)))]
+    return reached(tables, torch.ones_like(tables[0][..., 0]), whole)
 
 
 def calls_of(paths: Paths, shapes: Sequence[Parents]) -> Tensor:

@@ -36,7 +36,7 @@ def rank_of(probs: Tensor, x: Tensor) -> Tensor:
     """Return, for each token x (...), how many tokens are likelier, (...) int64; 0 for the likeliest token. probs (...,
     V): distributions or logits. Of equally likely tokens the one with the lower id counts as likelier."""
     own = probs.gather(-1, x.unsqueeze(-1))
-    lower = torch.arange(probs.shape[-1], device=probs.device) < x.unsqueeze(-1)
+    lower = up_to(x, probs.shape[-1])
     return ((probs > own) | ((probs == own) & lower)).sum(-1)
 
 
@@ -92,21 +92,18 @@ def reach_tree(
             "accept for as many"
         )
     whole = accept.new_ones(accept.shape[:2])
-    return reached([of_rounds(accept, level, lengths) for level in range(levels)], whole, parents, k)
+    tables = [of_rounds(accept, level, lengths) for level in range(levels)]
+    return summed(reached(tables, whole, parents), parents, k)
 
 
-def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...], k: int | Tensor | None) -> Tensor:
-    """Return the reach (B, T, D+1): P(a round that starts at t accepts at least n nodes | the text). tables: for each
+def reached(tables: Sequence[Tensor], whole: Tensor, parents: tuple[int, ...]) -> Tensor:
+    """Return P(a round that starts at t follows the text down to each node | the text), (B, T, N). tables: for each
     level (B, T, C), P(the text's token at this level is accepted as child c), by the round's start t. whole (B, T):
-    ones. parents: of the tree's nodes. k: number of nodes in use, an int, (B,) or (B, T); None for all."""
-    depths, ranks = depths_of(parents), ranks_of(parents)
-    reach = [torch.zeros_like(whole) for _ in range(max(depths, default=0))]
+    ones. parents: of the tree's nodes."""
     chances: list[Tensor] = []
-    for node, (parent, depth, rank) in enumerate(zip(parents, depths, ranks, strict=True)):
-        chance = (chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank]
-        chances.append(chance if k is None else chance * has_node(node, k, chance))
-        reach[depth - 1] = reach[depth - 1] + chances[-1]
-    return torch.stack([whole, *reach], -1)
+    for parent, depth, rank in zip(parents, depths_of(parents), ranks_of(parents), strict=True):
+        chances.append((chances[parent] if parent >= 0 else whole) * tables[depth - 1][..., rank])
+    return torch.stack([whole, *chances], -1)[..., 1:]
 
 
 def of_rounds(accept: Tensor, level: int, lengths: Tensor | None) -> Tensor:
@@ -297,7 +294,7 @@ def reach_of_round(accept: Tensor, parents: tuple[int, ...], k: Tensor) -> Tenso
     `tree.tree`. accept (A, D, C): for each level, P(the text's token there is accepted as child c). parents: of the
     tree's nodes. k (A,): number of nodes in use."""
     tables = [part.unsqueeze(1) for part in accept.unbind(1)]
-    return reached(tables, accept.new_ones(len(accept), 1), parents, k).squeeze(1)
+    return summed(reached(tables, accept.new_ones(len(accept), 1), parents), parents, k).squeeze(1)
 
 
 def by_levels(p: Tensor, q: Tensor, x: Tensor, parents: tuple[int, ...], k: Tensor, seed: int = 0) -> Tensor:

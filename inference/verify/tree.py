@@ -150,10 +150,8 @@ def from_paths(paths: Iterable[Sequence[int]]) -> tuple[int, ...]:
 def paths_of(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return, for each node, the child numbers (0-based) on the path from the anchor down to it. This is the inverse of
     `from_paths`. parents: node i has parent parents[i] < i, or -1 for the anchor."""
-    paths: list[tuple[int, ...]] = []
-    for parent, rank in zip(parents, ranks_of(parents), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
-    return paths
+    ranks = ranks_of(parents)
+    return [tuple(ranks[node] for node in path) for path in node_paths(parents)]
 
 
 def node_paths(parents: tuple[int, ...]) -> list[tuple[int, ...]]:
