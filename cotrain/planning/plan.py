@@ -20,11 +20,10 @@ from inference.drafts.draft_folder import PlannedTree
 from inference.measure.arms import Arm, engine_arm
 from inference.measure.costs import RealRound
 from inference.models import packing
-from inference.models.pretrained import cast, widened
+from inference.models.pretrained import widened
 from inference.policy import Fixed
 from inference.proposers.base import Proposer
 from inference.proposers.eagle import FeatureNetwork
-from inference.proposers.early_exit import FourBits
 from inference.source import SourcedText
 
 
@@ -57,11 +56,7 @@ class Plan:
         dtype = self.draft.dtype if wanted == "auto" else getattr(torch, wanted)
         if self.draft.dtype == dtype and not self.draft.training:
             return self.draft
-        rounded = copy.deepcopy(self.draft).eval()
-        for part in rounded.modules():
-            if isinstance(part, FourBits):
-                part.fold()
-        rounded = cast(rounded, dtype)
+        rounded = student_class(self.kind).cast(copy.deepcopy(self.draft).eval(), dtype)
         if shares_encoder(self.draft, self.target) and not shares_encoder(rounded, self.target):
             return copy.deepcopy(self.draft).eval()
         return rounded

@@ -19,6 +19,7 @@ from cotrain.teacher.target_model import Seen
 from inference import Engine, Sampling
 from inference.models.lm import takes_int8
 from inference.models.passes import LAST
+from inference.models.pretrained import cast
 from inference.proposers import kind_of
 from inference.proposers.base import Proposer
 
@@ -160,8 +161,8 @@ class Student(Protocol):
         return None
 
     def fit(self, texts: Iterable[Tensor]) -> None:
-        """Set what begins with the training texts, before the first step, in place. texts: their token ids, (n,)
-        each."""
+        """Set the weights of a draft with draft.bits= by training texts, before the first step, in place. texts: their
+        token ids, (n,) each."""
         return None
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
@@ -192,6 +193,11 @@ class Student(Protocol):
     def takes_int8(cls, network: PreTrainedModel) -> bool:
         """Return whether `proposer(int8=True)` works for the network on this machine."""
         return takes_int8(network)
+
+    @classmethod
+    def cast(cls, network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+        """Cast the network's weights to the dtype in which it is served, in place, and return the network."""
+        return cast(network, dtype)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Measure settings on the prompts of `trials`, and return them as entries of the network's config, by name; {}

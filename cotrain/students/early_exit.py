@@ -26,7 +26,7 @@ from cotrain.students.independent import pretrained_network
 from cotrain.students.rounding import fit_rounding
 from cotrain.teacher.target_model import Read, halves
 from inference.models.pretrained import decoder_layers, sliding_window
-from inference.proposers.early_exit import EarlyExit, ExitNetwork, learning, untrained_exit
+from inference.proposers.early_exit import EarlyExit, ExitNetwork, FourBits, learning, untrained_exit
 
 MOST = 15  # the largest number of exits to choose from if draft.layers is null
 ROUNDS = "cotrain_rounds"  # transformers' name for `attend_rounds`
@@ -79,15 +79,22 @@ class EarlyExitStudent(Student):
         return halves(self.model, self.vocabulary)[0]
 
     def refuse(self) -> None:
-        """Raise ValueError for a target with sliding windows, unless the rank is 0, because training rounds support no
-        window."""
+        """Raise ValueError for a target with sliding windows if its projections are changed, because training rounds
+        support no window."""
         assert self.target is not None
         _refuse_windows(self.target, self.network.config)
 
     def fit(self, texts: Iterable[Tensor]) -> None:
-        if self.network.config.bits:
-            assert self.target is not None
-            fit_rounding(self.network, self.target, texts)
+        assert self.target is not None
+        fit_rounding(self.network, self.target, texts)
+
+    @classmethod
+    def cast(cls, network: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+        """Cast weights in 4 bits once they are whole numbers: half precision lacks many between them."""
+        for part in network.modules():
+            if isinstance(part, FourBits):
+                part.fold()
+        return super().cast(network, dtype)
 
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         ids, position_ids = batch["ids"], batch.get("position_ids")
@@ -126,8 +133,7 @@ class EarlyExitStudent(Student):
 
     def proposer(self, *, greedy: bool = False, int8: bool = False, shape: Sequence[int] | None = None) -> EarlyExit:
         """Return the proposer that serves the exit. greedy: draft the most probable tokens. int8: has no effect,
-        because draft.bits decides. shape: for a tree, the index of each node's parent; None for
-        chains."""
+        because draft.bits decides. shape: for a tree, the index of each node's parent; None for chains."""
         assert self.target is not None
         return EarlyExit(self.network, self.target, greedy, shape=shape)
 

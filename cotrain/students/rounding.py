@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.models.packing import GROUP, best_scales
+from inference.models.packing import GROUP, best_scales, nearest
 from inference.models.pretrained import decoder_layers
 from inference.proposers.early_exit import ExitNetwork
 
@@ -83,7 +83,7 @@ def compensated(weight: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
                 scales.append(best_scales(left[:, at : at + group]))
             column = left[:, at].clone()
             to_round[:, at] = column
-            rounded = (column / scales[-1]).round().clamp(-8, 7) * scales[-1]
+            rounded = nearest(column / scales[-1]) * scales[-1]
             errors.append((column - rounded) / factor[at, at])
             left[:, at:end] -= errors[-1].unsqueeze(1) * factor[at, at:end]
         left[:, end:] -= torch.stack(errors, 1) @ factor[begin:end, end:]

@@ -405,16 +405,6 @@ at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   return result;
 }
 
-at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, int64_t outputs) {
-  auto rows = x.contiguous();
-  auto shape = x.sizes().vec();
-  shape.back() = outputs;
-  auto y = at::empty(shape, x.options());
-  if (y.numel())
-    multiply(numbers(rows), weight, numbers(bias), y.data_ptr<float>(), y.numel() / outputs, outputs);
-  return y;
-}
-
 inline float total(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps((__m512)x);
@@ -546,11 +536,16 @@ void rescore(const at::Tensor& x, const at::Tensor& exact, at::Tensor& logits) {
   });
 }
 
-at::Tensor rescored(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& exact) {
+// x (..., in) times a packed weight, plus a bias or nothing. exact: as in `rescore`, or empty.
+at::Tensor product(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& exact, int64_t outputs) {
   auto rows = x.contiguous();
-  auto logits = product(rows, weight, at::empty({0}, x.options()), exact.size(0));
-  if (logits.numel()) rescore(rows, exact, logits);
-  return logits;
+  auto shape = x.sizes().vec();
+  shape.back() = outputs;
+  auto y = at::empty(shape, x.options());
+  if (!y.numel()) return y;
+  multiply(numbers(rows), weight, numbers(bias), y.data_ptr<float>(), y.numel() / outputs, outputs);
+  if (exact.numel()) rescore(rows, exact, y);
+  return y;
 }
 
 constexpr double NEAR = 1e-4;  // relative error of a sum in float32 over a vocabulary, at most
@@ -989,7 +984,7 @@ std::vector<at::Tensor> layers(
 // over the tokens of its head. The first pass reads ids (A, n) from position pairs[a] on, and for a draft over states
 // (`proposers/eagle.py`) features (A, n, width) beside their embeddings; empty for a causal language model
 // (`proposers/independent.py`). The first draft follows its column only[a].
-// cos, sin (slots, 1, size): of all positions. head: packed. exact: as in `rescored`, or empty. known (outputs,): the ids of the head's tokens, or empty.
+// cos, sin (slots, 1, size): of all positions. head: packed. exact: as in `rescore`, or empty. known (outputs,): the ids of the head's tokens, or empty.
 // u (A, K or more): uniforms. temperature (A,): above 0; empty for the likeliest tokens, with one-hot distributions. tails
 // (A,): those of `without_tail`; empty for none.
 // The other arguments are those of `layers`.
@@ -1029,7 +1024,7 @@ std::tuple<at::Tensor, at::Tensor> chain(
   }
   std::vector<at::Tensor> drafts, distributions;
   for (int64_t depth = 0; depth < K; depth++) {
-    const auto logits = (exact.numel() ? rescored(last, head, exact) : product(last, head, at::empty({0}, last.options()), outputs)).squeeze(1);
+    const auto logits = product(last, head, at::empty({0}, last.options()), exact, outputs).squeeze(1);
     auto probs = at::empty_like(logits), token = at::empty_like(only);
     const float* from = numbers(logits);
     float* p = probs.data_ptr<float>();
@@ -1061,8 +1056,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
-  m.def("product(Tensor x, Tensor weight, Tensor bias, int outputs) -> Tensor");
-  m.def("rescored(Tensor x, Tensor weight, Tensor exact) -> Tensor");
+  m.def("product(Tensor x, Tensor weight, Tensor bias, Tensor exact, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(
       "verified(Tensor logits, Tensor q, Tensor x, Tensor k, Tensor temperature, Tensor tails, Tensor u, Tensor next, bool block) "
@@ -1081,7 +1075,6 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
 TORCH_LIBRARY_IMPL(inference, CPU, m) {
   m.impl("packed", packed);
   m.impl("product", product);
-  m.impl("rescored", rescored);
   m.impl("without_tail", without_tail);
   m.impl("verified", verified);
   m.impl("layers", layers);

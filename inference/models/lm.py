@@ -47,8 +47,8 @@ class LM:
 
     context: the largest number of tokens per row, at most the model's `max_position_embeddings`, which is the default.
     stock: whether to run transformers' own forward even if `llama` supports the model. graphs: whether to record short
-    passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights to 8 bits; this is for a draft,
-    since a rounded target has another distribution. A model that `llama.in_int8_rows` has rounded runs with int8
+    passes as CUDA graphs on a GPU (`replay`). int8: whether to round weights (`llama.drafting`); this is for a
+    draft, since a rounded target has another distribution. A model that `llama.in_int8_rows` has rounded runs with int8
     weights if it can. spare: number of further rows of the cache, for waiting prompts. beside: an LM whose first layers
     have the shapes of this model's. This LM then has no cache of its own: it reads and writes the keys and values of
     `beside`. scaled: whether to multiply the states that the head reads by each row's `scale` (rows + spare, D), which

@@ -63,7 +63,7 @@ class Widened:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product (..., out) for x (..., in)."""
-        product: Tensor = torch.ops.inference.product(x, self.weight, self.bias, self.outputs)
+        product: Tensor = torch.ops.inference.product(x, self.weight, self.bias, self.exact, self.outputs)
         return product
 
 
@@ -77,14 +77,15 @@ class Rescored(Widened):
         super().__init__(numbers, None, scales.float())
         self.exact = weight.contiguous()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        logits: Tensor = torch.ops.inference.rescored(x, self.weight, self.exact)
-        return logits
-
 
 def in_groups(weight: Tensor) -> Tensor:
     """Return a weight (out, in) as (out, groups, inputs of a group): `GROUP`, or all if they are fewer."""
     return weight.unflatten(1, (-1, min(GROUP, weight.shape[1])))
+
+
+def nearest(shares: Tensor) -> Tensor:
+    """Return the whole numbers from -8 to 7 (...), those of 4 bits, that are nearest to some numbers (...)."""
+    return shares.round().clamp(-8, 7)
 
 
 def best_scales(groups: Tensor) -> Tensor:
@@ -95,7 +96,7 @@ def best_scales(groups: Tensor) -> Tensor:
     best, error = largest, torch.full_like(largest, torch.inf)
     for candidate in range(13):
         scale = (largest * (0.4 * candidate / 12 - 1.1) / 8).to(torch.bfloat16).float()
-        its_error = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1, keepdim=True)
+        its_error = (nearest(groups / scale) * scale - groups).square().sum(-1, keepdim=True)
         best = torch.where(its_error < error, scale, best)
         error = torch.minimum(its_error, error)
     return best.squeeze(-1)
@@ -106,7 +107,7 @@ def int4_groups(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     scales in bfloat16. scales (out, groups): above or below 0."""
     scales = scales.to(torch.bfloat16)
     shares = in_groups(weight.float()) / scales.float().unsqueeze(2)
-    return shares.round().clamp(-8, 7).flatten(1).to(torch.int8), scales
+    return nearest(shares).flatten(1).to(torch.int8), scales
 
 
 @functools.cache

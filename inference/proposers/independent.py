@@ -14,6 +14,7 @@ from inference.drafts.draft_folder import load_draft
 from inference.drafts.weight_files import require_sound
 from inference.models.checksum import Stamp
 from inference.models.encoder_decoder import refuse_other_sources, same_encoder
+from inference.models.forward import Lean
 from inference.models.lm import CHUNK, LM, padded_rows, store_prompts, store_tails, takes_int8
 from inference.models.passes import States
 from inference.models.pretrained import widened
@@ -31,11 +32,12 @@ class Independent(Proposer):
     decoder. An encoder-decoder encodes the sources itself. If its encoder has the target's weights (as in
     distil-whisper), it reads the target's encoder states instead, and its own encoder does not run.
 
-    model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-hot
-    distribution, instead of drawing from q; serving engines do so by default. int8: whether the weights are rounded to
-    8 bits; q is then the distribution of the rounded model. shape: the tree to draft, as the parent of each node (-1
-    for the text), for verify=tree, traversal or coupled; None for chains. own_encoder: whether to run the draft's
-    encoder even if it equals the target's. Raises ValueError if `model` is neither a model nor a path."""
+    model: a transformers model, used unchanged, or a path or hub id. greedy: whether to draft argmax q, with a one-
+    hot distribution, instead of drawing from q; serving engines do so by default. int8: whether the weights are
+    rounded to 8 bits (`llama.drafting`); q is then the distribution of the rounded model. shape: the tree to draft,
+    as the parent of each node (-1 for the text), for verify=tree, traversal or coupled; None for chains.
+    own_encoder: whether to run the draft's encoder even if it equals the target's. Raises ValueError if `model` is
+    neither a model nor a path."""
 
     network_class: Any = CausalLM
     drafts_trees = True
@@ -68,10 +70,6 @@ class Independent(Proposer):
         self.stored: list[int] = []  # tokens of each row's text that its slot holds
         self.sent: dict[str, Tensor] = {}  # this round's numbers, once they are on the device
         self.longest = 0  # drafts of a round at once, the same number each time, since each length needs its own graph
-        self.prepare()
-
-    def prepare(self) -> None:
-        """Set what a kind needs besides, from its model. Raises ValueError for a model of another kind."""
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Independent":
@@ -300,6 +298,7 @@ class OnTargetsCache(Independent):
     """
 
     shares_cache = True
+    rounds = False  # whether its model is a rounded copy, which a change of the target alone makes old
     tail = 1  # all but the last token of a text is stored, by the target, and must not be overwritten
     target: PreTrainedModel
     # these do nothing, since the target stores prompts and moves its slots
@@ -314,7 +313,20 @@ class OnTargetsCache(Independent):
             raise ValueError(
                 f"{name}: its target is not the engine's model: give the same model to {name} and to Engine"
             )
+        if not self.rounds or self.served is not host.target or not host.target.copied:
+            before = self.model, self.int8
+            self.renew(isinstance(host.target.run, Lean))
+            self.opened = self.opened if before == (self.model, self.int8) else None
         super().open(host)
+
+    def renew(self, lean: bool) -> None:
+        """Set `model` and `int8` for the target's present weights. lean: whether the target runs `Lean`."""
+        raise NotImplementedError(f"{type(self).__name__}.renew")
+
+    def has_changed(self, host: Host) -> bool:
+        """Return whether the target has changed. If its LM compares values, the engine has just done so, and has made a
+        new cache after a change. To compare them again for a rounded copy would take as long as several drafts."""
+        return not (self.rounds and host.target.copied) and self.lm.stale
 
     def propose(self, round: Round) -> Proposal:
         self.stored = [len(text) - 1 for text in round.texts]

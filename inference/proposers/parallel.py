@@ -1,17 +1,18 @@
 """A parallel draft. A small causal LM predicts all tokens of a round in one pass, at mask tokens after the text."""
 
 from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from inference.models.forward import picked_columns
 from inference.models.markov import Term, term_of
 from inference.models.step import WIDTHS, Drafts, Run, behind
 from inference.proposers.base import Host, Outcome, Proposal, Proposer, Round
 from inference.proposers.independent import Independent
-from inference.proposers.trees import StaticTrees, from_one_pass
+from inference.proposers.trees import StaticTrees, TreeShape, from_one_pass
 
 MASK, DEPTHS = "pard_token", "pard_depths"  # keys of config.json: the id of a mask; the drafts per round in training
 
@@ -33,7 +34,15 @@ class Parallel(Independent):
 
     language_model = Proposer.language_model  # the distribution after a text depends on the depth
 
-    def prepare(self) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel | str | PathLike[str],
+        greedy: bool = False,
+        *,
+        int8: bool = False,
+        shape: TreeShape = None,
+    ) -> None:
+        super().__init__(model, greedy, int8=int8, shape=shape)
         self.mask, self.most = mask_of(self.model.config)
         self.depths = self.most
         self.term: Term | None = None  # of the Markov head

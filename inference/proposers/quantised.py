@@ -15,7 +15,7 @@ from inference.models.checksum import Stamp
 from inference.models.llama import rounded
 from inference.models.lm import takes_int8
 from inference.models.pretrained import weights_quantisation
-from inference.proposers.base import Host, LoadArguments, Proposer, SettingsNetwork
+from inference.proposers.base import LoadArguments, Proposer, SettingsNetwork
 from inference.proposers.independent import OnTargetsCache
 from inference.proposers.trees import TreeShape
 
@@ -53,6 +53,7 @@ class Quantised(OnTargetsCache):
     """
 
     network_class: Any = QuantisedNetwork
+    rounds = True
     language_model = Proposer.language_model
 
     def __init__(
@@ -72,24 +73,11 @@ class Quantised(OnTargetsCache):
             )
         self.target, self.bits = target, bits
         super().__init__(target, greedy, shape=shape)
-        self._round()
+        self.renew()
 
-    def _round(self) -> None:
-        """Set the draft's model to the target's present weights, rounded."""
+    def renew(self, lean: bool = True) -> None:
         self.int8 = self.bits == "int8" and takes_int8(self.target)
         self.model = self.target if self.int8 else quantised_copy(self.target, self.bits)
-
-    def open(self, host: Host) -> None:
-        if self.served is not host.target or not host.target.copied:
-            model = self.model
-            self._round()
-            self.opened = self.opened if self.model is model else None
-        super().open(host)
-
-    def has_changed(self, host: Host) -> bool:
-        """Return whether the target has changed. If its LM compares values, the engine has just done so, and has made a
-        new cache after a change. To compare them again would take as long as several drafts."""
-        return not host.target.copied and self.lm.stale
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Quantised":
