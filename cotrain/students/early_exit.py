@@ -99,7 +99,7 @@ class EarlyExitStudent(Student):
     def guesses(self, batch: Mapping[str, Any], seen: Seen) -> list[Guess]:
         ids, position_ids = batch["ids"], batch.get("position_ids")
         head = halves(self.model, self.vocabulary)[1]
-        if not self.network.config.changes:
+        if not self.network.config.changed:
             return [Guess.everywhere(self.whole(ids, position_ids), head)]
         text, guesses = None if position_ids is None else segments(position_ids), []
         for depth, states in enumerate(self._by_depth(ids, _within(ids, text))):

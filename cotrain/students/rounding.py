@@ -29,7 +29,7 @@ def fit_rounding(network: ExitNetwork, target: PreTrainedModel, texts: Iterable[
     """Set the weights of an exit in 4 bits, in place, so that their products with what the target's projections read on
     these texts are near the target's. texts: token ids (n,) each."""
     ids = [text for text in texts if len(text)]
-    blocks = decoder_layers(target)[: network.config.num_hidden_layers]
+    blocks = decoder_layers(target)[: network.config.changed]
     largest = sum(inside**2 for _, inside in network.config.projections.values()) * 4
     step = max(1, SHARED // largest)
     for begin in range(0, len(blocks), step):

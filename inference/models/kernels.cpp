@@ -6,7 +6,8 @@
 // the first, masked the one of the second. In int8 a 16-bit word holds two weights. They are multiplied by whole numbers
 // of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
 // even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd. In 4 bits a
-// word holds eight weights, of four pairs of inputs, and each group of inputs has scales of its own.
+// word holds eight weights plus 8: its bytes have those of four inputs below and of the next four above. They are
+// multiplied by the two bytes of such whole numbers, and each group of inputs has scales of its own.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -42,17 +43,18 @@ constexpr int W = 16;
 constexpr int W = 8;
 #endif
 constexpr int P = 2 * W;
-constexpr int BLOCK = W == 16 ? 12 : 6;  // rows of x that share a read of a weight: their sums fit the registers
+constexpr int BLOCK = W == 16 ? 12 : 6;
 constexpr int AHEAD = 4096;              // bytes
 constexpr int SOON = 2048;               // bytes: into the first cache
 constexpr int LATER = 16384;             // bytes: into the second, as long before as memory takes while rows are multiplied
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
-constexpr int LARGEST = 32767;           // of a rounded x
+constexpr int LARGEST = 127 * 257;       // of a rounded x, which is 256 times a signed byte plus another
 constexpr int64_t TERMS = 512;           // of a sum of products with int8: TERMS * 127 * LARGEST is below 2^31
 constexpr int64_t GROUP = 32;            // inputs of a weight in 4 bits that share a scale
 constexpr int64_t GROUP_BYTES = GROUP / 2 + 2;  // of an output: its weights and a scale in bfloat16
+constexpr int64_t GROUP_WORDS = GROUP / 2 + 1;  // of a rounded row of x: the bytes of its numbers, and 8 times their sum
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
@@ -63,6 +65,14 @@ inline Floats load(const float* from) {
   Floats to;
   std::memcpy(&to, from, sizeof to);
   return to;
+}
+
+// as numbers of bfloat16 are stored
+inline Floats load(const at::BFloat16* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * W)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -80,18 +90,18 @@ inline Floats some_of(const float* from, int64_t n, float missing = NONE) {
 enum Kind { BRAIN, HALF, BYTE, NIBBLE, ROUNDED };
 
 template <Kind kind>
-constexpr bool WHOLE = kind == BYTE || kind == NIBBLE;  // whether products are of whole numbers
-template <Kind kind>
-constexpr bool TWO = kind == ROUNDED || WHOLE<kind>;  // whether two rounded numbers of x are one word
+constexpr bool TWO = kind == BYTE || kind == NIBBLE || kind == ROUNDED;  // whether two rounded numbers of x are one word
 template <Kind kind>
 using Input = std::conditional_t<TWO<kind>, uint32_t, float>;
 template <Kind kind>
-using Sum = std::conditional_t<WHOLE<kind>, Whole, Floats>;
+using Sum = std::conditional_t<kind == BYTE, Whole, Floats>;
 
 template <Kind kind>
 constexpr int WIDTH = kind == BYTE ? 1 : 2;  // bytes of a weight
 template <Kind kind>
-constexpr int PAIR = kind == HALF ? 1 : kind == NIBBLE ? 8 : 2;  // inputs whose weights stand together
+constexpr int PAIR = kind == HALF ? 1 : 2;  // inputs whose weights stand together
+template <Kind kind>
+constexpr int ROWS = kind == NIBBLE ? BLOCK / 2 : BLOCK;  // rows of x that share a read of a weight: their sums fit the registers
 
 // The weights of P outputs for one input of the PAIR at `from`: of outputs 0 to W - 1 and of the others.
 template <Kind kind, int which>
@@ -176,19 +186,6 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
         sums[u][m][0] = dot(sums[u][m][0], one, first);
         sums[u][m][1] = dot(sums[u][m][1], one, second);
       }
-    } else if constexpr (kind == NIBBLE) {
-      from = panel + i / (GROUP / N) * P * GROUP_BYTES + i % (GROUP / N) * P * sizeof(uint32_t);
-      Shorts some[2];
-      std::memcpy(some, from, sizeof some);
-      for (int part = 0; part < 2; part++) __builtin_prefetch(from + AHEAD + part * sizeof(Shorts));
-      for (int pair = 0; pair < 4; pair++) {
-        const auto first = (Whole)(some[0] << (12 - 4 * pair) >> 12), second = (Whole)(some[1] << (12 - 4 * pair) >> 12);
-        for (int m = 0; m < M; m++) {
-          const Whole one = (Whole)(x[m * (in / 2) + i * 4 + pair] - Words{});
-          sums[u][m][0] = dot(sums[u][m][0], one, first);
-          sums[u][m][1] = dot(sums[u][m][1], one, second);
-        }
-      }
     } else {
       auto one_input = [&]<int which>() {
         Floats first, second;
@@ -204,52 +201,112 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
       if constexpr (N > 1) one_input.template operator()<1>();
     }
   };
-  auto add = [&](int64_t end) {
-    Floats scale[2] = {Floats{} + 1.f, Floats{} + 1.f};
-    if constexpr (kind == NIBBLE) {
-      const char* from = panel + end / (GROUP / N) * P * GROUP_BYTES - W * sizeof(uint32_t);
-      Words both;
-      std::memcpy(&both, from, sizeof both);
-      scale[0] = (Floats)(both << 16), scale[1] = (Floats)(both & 0xffff0000u);
-    }
+  auto add = [&] {
     for (int m = 0; m < M; m++)
       for (int part = 0; part < 2; part++) {
         Sum<kind> sum = sums[0][m][part];
         for (int u = 1; u < U; u++) sum += sums[u][m][part];
-        totals[m][part] += __builtin_convertvector(sum, Floats) * scale[part];
+        totals[m][part] += __builtin_convertvector(sum, Floats);
         for (int u = 0; u < U; u++) sums[u][m][part] = Sum<kind>{};
       }
   };
-  const int64_t steps = in / N, most = kind == BYTE ? TERMS / N : kind == NIBBLE ? GROUP / N : steps;
+  const int64_t steps = in / N, most = kind == BYTE ? TERMS / N : steps;
   for (int64_t i = 0; i < steps;) {
     const int64_t end = std::min(steps, i + most);
     for (; i + U <= end; i += U)
       for (int u = 0; u < U; u++) step(i + u, u);
     for (; i < end; i++) step(i, 0);
-    add(end);
+    add();
   }
   for (int m = 0; m < M; m++) {
     float every[P];
     if constexpr (kind == BYTE)
       for (int part = 0; part < 2; part++)
         totals[m][part] *= scales[m] * load(reinterpret_cast<const float*>(panel + in * P) + part * W);
-    if constexpr (kind == NIBBLE)
-      for (auto& part : totals[m]) part *= scales[m];
     std::memcpy(every, totals[m], sizeof every);
     std::memcpy(y + m * stride, every, outputs * sizeof(float));
+  }
+}
+
+// sum plus the products of four bytes from 0 to 15 and four signed bytes in each place. After up to eight of them, `joined`
+// is the sum.
+inline Whole quad(Whole sum, Words four, Words x) {
+#if defined(__AVX512VNNI__)
+  return (Whole)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)four, (__m512i)x);
+#elif defined(__AVX512BW__)
+  return (Whole)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)four, (__m512i)x));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Whole)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)four, (__m256i)x));
+#else
+  for (int bits = 0; bits < 32; bits += 8) sum += (Whole)(four >> bits & 15) * ((Whole)(x << (24 - bits)) >> 24);
+  return sum;
+#endif
+}
+
+inline Words joined(Whole sum) {
+#if defined(__AVX512BW__) && !defined(__AVX512VNNI__)
+  return (Words)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  return (Words)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#else
+  return (Words)sum;
+#endif
+}
+
+// `tile` of a panel in groups of 4 bits. x (M, in / GROUP * GROUP_WORDS)
+template <int M>
+void tile_in_groups(
+    const uint32_t* x, const float* scales, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
+  Floats totals[M][2] = {};
+  const int64_t groups = in / GROUP, width = groups * GROUP_WORDS;
+  for (int64_t g = 0; g < groups; g++, panel += P * GROUP_BYTES, x += GROUP_WORDS) {
+    Whole sums[M][2][2] = {};  // of both halves of the outputs, with the upper and the lower bytes
+#pragma GCC unroll 4
+    for (int eight = 0; eight < GROUP / 8; eight++) {
+      Words both[2];
+      std::memcpy(both, panel + eight * sizeof both, sizeof both);
+      for (int part = 0; part < 2; part++) __builtin_prefetch(panel + eight * sizeof both + AHEAD + part * sizeof(Words));
+#pragma GCC unroll 2
+      for (int four = 0; four < 2; four++) {
+        const Words first = both[0] >> 4 * four & 0x0f0f0f0fu, second = both[1] >> 4 * four & 0x0f0f0f0fu;
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+          for (int byte = 0; byte < 2; byte++) {
+            const Words one = x[m * width + byte * GROUP / 4 + eight * 2 + four] - Words{};
+            sums[m][0][byte] = quad(sums[m][0][byte], first, one);
+            sums[m][1][byte] = quad(sums[m][1][byte], second, one);
+          }
+      }
+    }
+    Words scale;
+    std::memcpy(&scale, panel + P * GROUP / 2, sizeof scale);
+#pragma GCC unroll 6
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        const Words sum = (joined(sums[m][part][0]) << 8) + joined(sums[m][part][1]) - x[m * width + GROUP / 2];
+        totals[m][part] += __builtin_convertvector((Whole)sum, Floats) * (Floats)(part ? scale & 0xffff0000u : scale << 16);
+      }
+  }
+  for (int m = 0; m < M; m++) {
+    for (auto& part : totals[m]) part *= scales[m];
+    std::memcpy(y + m * stride, totals[m], outputs * sizeof(float));
   }
 }
 
 inline int64_t even(int64_t n) { return n + n % 2; }
 
 // Rows of x, each of `in` numbers, as words of two whole numbers of 16 bits, which mean themselves times the row's scale.
-// The largest magnitude of a row becomes `LARGEST`. The scale of a row that is not finite is NaN.
+// The largest magnitude of a row becomes `LARGEST`. The scale of a row that is not finite is NaN. in_groups: for each
+// group, words of four upper bytes of its numbers, as many of their lower bytes, then 8 times the sum of the numbers.
 struct Rounded {
   std::vector<uint32_t> words;
   std::vector<float> scales;
 
-  Rounded(const float* x, int64_t rows, int64_t in) : words(rows * even(in) / 2), scales(rows) {
-    std::vector<int16_t> whole(even(in));
+  Rounded(const float* x, int64_t rows, int64_t in, bool in_groups)
+      : words(rows * (in_groups ? in / GROUP * GROUP_WORDS : even(in) / 2)), scales(rows) {
+    const int64_t width = words.size() / std::max<int64_t>(1, rows);
     for (int64_t r = 0; r < rows; r++, x += in) {
       Floats largest = {}, nothing = {};
       for (int64_t i = 0; i < in; i += W) {
@@ -262,9 +319,30 @@ struct Rounded {
       for (int w = 0; w < W; w++) most = std::max(most, largest[w]), lost += nothing[w];
       scales[r] = most / LARGEST + lost;
       const float factor = most > 0 ? LARGEST / most : 0;
-      for (int64_t i = 0; i < in; i++) whole[i] = static_cast<int16_t>(std::bit_cast<uint32_t>(x[i] * factor + NEAREST));
-      std::memcpy(words.data() + r * even(in) / 2, whole.data(), even(in) * sizeof(int16_t));
+      uint32_t* to = words.data() + r * width;
+      for (int64_t i = 0; in_groups && i < in; i += GROUP, to += GROUP_WORDS) {
+        Whole sums = {};
+        for (int64_t j = 0; j < GROUP; j += W) {
+          const Whole whole = nearest(load(x + i + j) * factor), lower = whole << 24 >> 24;
+          sums += whole;
+          narrow<int8_t>(whole - lower >> 8, to + j / 4, W);
+          narrow<int8_t>(lower, to + (GROUP + j) / 4, W);
+        }
+        for (int w = 0; w < W; w++) to[GROUP / 2] += 8 * static_cast<uint32_t>(sums[w]);
+      }
+      for (int64_t i = 0; !in_groups && i < in; i += W)
+        narrow<int16_t>(nearest(some_of(x + i, in - i, 0) * factor), to + i / 2, std::min<int64_t>(W, in - i));
     }
+  }
+
+  // from numbers whose whole part has 16 bits
+  static Whole nearest(Floats x) { return (Whole)(x + NEAREST) << 16 >> 16; }
+
+  template <typename T>
+  static void narrow(Whole numbers, uint32_t* to, int64_t count) {
+    typedef T Narrow __attribute__((vector_size(sizeof(T) * W)));
+    const auto narrow = __builtin_convertvector(numbers, Narrow);
+    std::memcpy(to, &narrow, count * sizeof(T));
   }
 };
 
@@ -300,15 +378,18 @@ bool rounding(bool on) {
   return false;
 }
 
-// `tile` of `rows` rows, at most M. Up to three rows wait for their sums, so they have several.
+// `tile` of the first M of the rows, or of all if they are fewer. Up to three rows wait for their sums, so they have several.
 template <Kind kind, int M>
-void rest(
+void some_rows(
     const Input<kind>* x, const float* scales, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride, int64_t rows) {
   if constexpr (M > 0) {
-    if (rows == M)
-      tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, scales, panel, y, in, outputs, stride);
-    else
-      rest<kind, M - 1>(x, scales, panel, y, in, outputs, stride, rows);
+    if (rows >= M) {
+      if constexpr (kind == NIBBLE)
+        tile_in_groups<M>(x, scales, panel, y, in, outputs, stride);
+      else
+        tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, scales, panel, y, in, outputs, stride);
+    } else
+      some_rows<kind, M - 1>(x, scales, panel, y, in, outputs, stride, rows);
   }
 }
 
@@ -324,7 +405,7 @@ void times(
     const Input<kind>* x, const float* scales, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto* panels = static_cast<const char*>(weight.const_data_ptr());
   const int64_t in = kind == BYTE ? even(inputs(weight)) : inputs(weight);
-  const int64_t width = TWO<kind> ? in / 2 : in;  // words or numbers of a row of x
+  const int64_t width = kind == NIBBLE ? in / GROUP * GROUP_WORDS : TWO<kind> ? in / 2 : in;  // words or numbers of a row of x
   const int64_t grain = std::max<int64_t>(1, ALONE / std::max<int64_t>(1, rows * in * P));
   at::parallel_for(0, weight.size(0), grain, [&](int64_t begin, int64_t end) {
     for (int64_t p = begin; p < end; p++) {
@@ -332,9 +413,8 @@ void times(
       const int64_t kept = std::min<int64_t>(P, outputs - p * P);
       float* out = y + p * P;
       int64_t a = 0;
-      for (; a + BLOCK <= rows; a += BLOCK)
-        tile<kind, BLOCK, 1>(x + a * width, scales + a, panel, out + a * outputs, in, kept, outputs);
-      rest<kind, BLOCK - 1>(x + a * width, scales + a, panel, out + a * outputs, in, kept, outputs, rows - a);
+      for (; a < rows; a += ROWS<kind>)
+        some_rows<kind, ROWS<kind>>(x + a * width, scales + a, panel, out + a * outputs, in, kept, outputs, rows - a);
       if (bias)
         for (a = 0; a < rows; a++)
           for (int64_t o = 0; o < kept; o++) out[a * outputs + o] += bias[p * P + o];
@@ -346,7 +426,7 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
   const auto dtype = weight.scalar_type();
   const float* none = nullptr;
   if (dtype == at::kChar || dtype == at::kByte) {
-    const Rounded of(x, rows, inputs(weight));
+    const Rounded of(x, rows, inputs(weight), dtype == at::kByte);
     return (dtype == at::kChar ? times<BYTE> : times<NIBBLE>)(of.words.data(), of.scales.data(), weight, bias, y, rows, outputs);
   }
 #ifdef __AVX512BF16__
@@ -371,10 +451,8 @@ at::Tensor packed_in_groups(const at::Tensor& weight, const at::Tensor& scale) {
     const int64_t half = o % P / W;
     for (int64_t g = 0; g < groups; g++) {
       auto* group = result.mutable_data_ptr<uint8_t>() + (o / P * groups + g) * P * GROUP_BYTES;
-      for (int64_t i = 0; i < GROUP; i++) {  // pair i % 8 / 2 of the i / 8th word, as a half of 16 bits for each of the two
-        auto* to = group + ((i / 8 * P + o % P) * 2 + i % 2) * 2 + i % 8 / 4;
-        *to |= (from[o * in + g * GROUP + i] & 15) << i / 2 % 2 * 4;
-      }
+      for (int64_t i = 0; i < GROUP; i++)
+        group[(i / 8 * P + o % P) * 4 + i % 4] |= ((from[o * in + g * GROUP + i] + 8) & 15) << i % 8 / 4 * 4;
       std::memcpy(group + GROUP * P / 2 + (o % W * 2 + half) * 2, bits + o * groups + g, 2);
     }
   }
@@ -502,6 +580,13 @@ float largest(const float* x, int64_t n) {
   return result;
 }
 
+// A step from one of n things to another, modulo n, that comes to all. The first half of the steps comes to things from
+// everywhere, and so does the second.
+int64_t scattered(int64_t n) {
+  const int64_t step = n / 2 + 1;
+  return step + (std::gcd(step, n) > 1);
+}
+
 constexpr int64_t PART = 32 * W;
 constexpr float CLOSE = 9;  // logits below the largest that are computed again: less likely tokens have little mass
 
@@ -526,9 +611,10 @@ void rescore(const at::Tensor& x, const at::Tensor& exact, at::Tensor& logits) {
   for (int64_t r = 0; r < R; r++) least.push_back(largest(to + r * V, V) - CLOSE);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, exact.scalar_type(), "rescore", [&] {
     const auto* rows = exact.const_data_ptr<scalar_t>();
-    at::parallel_for(0, R * parts, 16, [&](int64_t begin, int64_t end) {
+    const int64_t all = R * parts, step = scattered(all);  // the first tokens of most vocabularies are the likeliest
+    at::parallel_for(0, all, 16, [&](int64_t begin, int64_t end) {
       for (int64_t one = begin; one < end; one++) {
-        const int64_t r = one / parts, first = one % parts * PART;
+        const int64_t at = one * step % all, r = at / parts, first = at % parts * PART;
         for (int64_t v = first; v < std::min(V, first + PART); v++)
           if (to[r * V + v] > least[r]) to[r * V + v] = inner(numbers(x) + r * in, rows + v * in, in);
       }
@@ -773,21 +859,22 @@ at::Tensor verified(
 }
 
 constexpr int MOST = 4;  // queries that share a read of keys and values
+constexpr int64_t SLOTS = 64;  // that a thread reads at once: each gives a part of a query's result
 
-// What a query reads. q (size,). visible (read,): added to the scores, or nothing. p: room for the scores, `read` rounded
-// up to a multiple of W. out (size,): the result.
+// A query over some slots. q (size,). visible (slots,): added to the scores, or nothing. Its result there: out (size,), the
+// sum of the values, each times e^(score - most), and the sum of these factors.
 struct Query {
   const float* q;
   const float* visible;
-  float* p;
   float* out;
+  float most, sum;
 };
 
-// p = q times keys (read, size) from slot `from` on, for M queries and S slots at a time
-template <int M, int S>
-int64_t scores(const Query* of, const float* keys, int64_t from, int64_t read, int64_t size) {
-  for (; from + S <= read; from += S) {
-    const float* k = keys + from * size;
+// p (M, SLOTS) = q times keys (slots, size) from slot `from` on, for M queries and S slots at a time
+template <int M, int S, typename T>
+int64_t scores(const Query* of, float (*p)[SLOTS], const T* keys, int64_t from, int64_t slots, int64_t size) {
+  for (; from + S <= slots; from += S) {
+    const T* k = keys + from * size;
     Floats sums[8] = {};
     float every[8];
     int64_t i = 0;
@@ -799,60 +886,110 @@ int64_t scores(const Query* of, const float* keys, int64_t from, int64_t read, i
     totals(sums, every);
     for (int m = 0; m < M; m++)
       for (int l = 0; l < S; l++) {
-        float* p = of[m].p + from + l;
-        *p = every[m * S + l];
-        for (int64_t rest = i; rest < size; rest++) *p += of[m].q[rest] * k[l * size + rest];
+        p[m][from + l] = every[m * S + l];
+        for (int64_t rest = i; rest < size; rest++) p[m][from + l] += of[m].q[rest] * static_cast<float>(k[l * size + rest]);
       }
   }
   return from;
 }
 
-// out = p times values (read, size) from number i on, for M queries and R W numbers at a time
-template <int M, int R>
-int64_t average(const Query* of, const float* values, int64_t i, int64_t read, int64_t size) {
+// out = p times values (slots, size) from number i on, for M queries and R W numbers at a time
+template <int M, int R, typename T>
+int64_t average(const Query* of, const float (*p)[SLOTS], const T* values, int64_t i, int64_t slots, int64_t size) {
   for (; i + R * W <= size; i += R * W) {
     Floats sums[M][R] = {};
-    for (int64_t l = 0; l < read; l++)
+    for (int64_t l = 0; l < slots; l++)
       for (int r = 0; r < R; r++) {
         const Floats some = load(values + l * size + i + r * W);
-        for (int m = 0; m < M; m++) sums[m][r] += of[m].p[l] * some;
+        for (int m = 0; m < M; m++) sums[m][r] += p[m][l] * some;
       }
     for (int m = 0; m < M; m++) std::memcpy(of[m].out + i, sums[m], sizeof sums[m]);
   }
   return i;
 }
 
-// Attention of M queries that read the same keys and values (read, size)
-template <int M>
-void attend(const Query* of, const float* keys, const float* values, int64_t read, int64_t size, float scale) {
-  scores<M, 1>(of, keys, scores<M, 8 / M>(of, keys, 0, read, size), read, size);
-  float divisors[M];
+// M queries over keys and values (slots, size) that they all read
+template <int M, typename T>
+void attend(Query* of, const T* keys, const T* values, int64_t slots, int64_t size, float scale) {
+  float p[M][SLOTS];
+  scores<M, 1>(of, p, keys, scores<M, 8 / M>(of, p, keys, 0, slots, size), slots, size);
   for (int m = 0; m < M; m++) {
-    float* p = of[m].p;
-    const float* visible = of[m].visible;
-    for (int64_t l = 0; l < read; l++) p[l] = p[l] * scale + (visible ? visible[l] : 0);
-    const int64_t whole = (read + W - 1) / W * W;
-    std::fill(p + read, p + whole, NONE);
-    Floats largest = load(p), sums = {};
-    for (int64_t l = W; l < whole; l += W) largest = load(p + l) > largest ? load(p + l) : largest;
-    float most = largest[0];
-    for (int w = 1; w < W; w++) most = std::max(most, largest[w]);
-    each_of(p, whole, [&](Floats score) {
-      const Floats share = exp(score - most);
+    for (int64_t l = 0; l < slots; l++) p[m][l] = p[m][l] * scale + (of[m].visible ? of[m].visible[l] : 0);
+    of[m].most = largest(p[m], slots);
+    const int64_t whole = (slots + W - 1) / W * W;
+    std::fill(p[m] + slots, p[m] + whole, NONE);
+    Floats sums = {};
+    each_of(p[m], whole, [&](Floats score) {
+      const Floats share = exp(score - of[m].most);
       sums += share;
       return share;
     });
-    divisors[m] = total(sums);
+    of[m].sum = total(sums);
   }
-  int64_t i = average<M, 1>(of, values, average<M, 8 / M>(of, values, 0, read, size), read, size);
-  for (int m = 0; m < M; m++) {
-    float* out = of[m].out;
-    for (int64_t o = i; o < size; o++) {
-      out[o] = 0;
-      for (int64_t l = 0; l < read; l++) out[o] += of[m].p[l] * values[l * size + o];
+  for (int64_t o = average<M, 1>(of, p, values, average<M, W / 4>(of, p, values, 0, slots, size), slots, size); o < size; o++)
+    for (int m = 0; m < M; m++) {
+      of[m].out[o] = 0;
+      for (int64_t l = 0; l < slots; l++) of[m].out[o] += p[m][l] * static_cast<float>(values[l * size + o]);
     }
-    for (int64_t o = 0; o < size; o++) out[o] /= divisors[m];
-  }
+}
+
+// The queries of a pass, turned (A, n, joined): of each id `heads` queries, which a pass leaves rotated, `groups` keys and
+// `groups` values, each (size,). seen (A, n, read): the mask, or nothing. ends (A n): behind the last slot that an id sees.
+struct Queries {
+  const float* turned;
+  int64_t A, n, joined, heads, groups, size, read;
+  const float* seen;
+  const std::vector<int64_t>& ends;
+  float scale;
+};
+
+// attended (A, n, heads, size) = attention over keys and values, each (A, groups, S, size), rows `row` numbers apart
+template <typename T>
+void attention(const Queries& of, const T* keys, const T* values, int64_t row, int64_t length, float* attended) {
+  const int64_t N = of.A * of.n, each = of.heads / of.groups, size = of.size, shares = of.n * each;
+  const int64_t several = (shares + MOST - 1) / MOST, parts = (of.read + SLOTS - 1) / SLOTS;
+  const int64_t units = of.A * of.groups * several * parts, step = scattered(of.A);
+  std::vector<float> outs(N * of.heads * parts * size);
+  std::vector<Query> queries(N * of.heads * parts);
+  at::parallel_for(0, units, std::max<int64_t>(1, ALONE / (2 * MOST * SLOTS * size)), [&](int64_t b, int64_t e) {
+    for (int64_t unit = b; unit < e; unit++) {
+      const int64_t part = unit % parts, first = unit / parts % several * MOST, g = unit / parts / several % of.groups;
+      const int64_t a = unit / parts / several / of.groups * step % of.A;  // each thread gets short and long texts
+      const int64_t count = std::min<int64_t>(MOST, shares - first);
+      Query some[MOST];
+      int64_t end = 0;
+      for (int64_t m = 0; m < count; m++) {
+        const int64_t head = g * each + (first + m) % each, r = a * of.n + (first + m) / each;
+        some[m] = {of.turned + r * of.joined + head * size, of.seen ? of.seen + r * of.read + part * SLOTS : nullptr,
+                   outs.data() + ((r * of.heads + head) * parts + part) * size, NONE, 0};
+        end = std::max(end, of.ends[r]);
+      }
+      const int64_t slots = std::min(SLOTS, end - part * SLOTS), from = a * row + (g * length + part * SLOTS) * size;
+      if (slots <= 0) continue;
+      switch (count) {
+        case 1: attend<1>(some, keys + from, values + from, slots, size, of.scale); break;
+        case 2: attend<2>(some, keys + from, values + from, slots, size, of.scale); break;
+        case 3: attend<3>(some, keys + from, values + from, slots, size, of.scale); break;
+        case 4: attend<4>(some, keys + from, values + from, slots, size, of.scale); break;
+      }
+      for (int64_t m = 0; m < count; m++) queries[(some[m].out - outs.data()) / size] = some[m];
+    }
+  });
+  at::parallel_for(0, N * of.heads, std::max<int64_t>(1, ALONE / (parts * size)), [&](int64_t b, int64_t e) {
+    for (int64_t one = b; one < e; one++) {
+      const Query* its = queries.data() + one * parts;
+      const int64_t count = (of.ends[one / of.heads] + SLOTS - 1) / SLOTS;
+      float most = NONE, sum = 0, *out = attended + one * size;
+      for (int64_t part = 0; part < count; part++) most = std::max(most, its[part].most);
+      std::fill_n(out, size, 0.f);
+      for (int64_t part = 0; part < count; part++) {
+        const float share = std::exp(its[part].most - most);
+        sum += its[part].sum * share;
+        for (int64_t i = 0; i < size; i++) out[i] += its[part].out[i] * share;
+      }
+      for (int64_t i = 0; i < size; i++) out[i] /= sum;
+    }
+  });
 }
 
 // Decoder layers over x (A, n, width): returns the states after the layers in `wanted` (0: x; -1: after the last layer
@@ -867,7 +1004,7 @@ std::vector<at::Tensor> layers(
     int64_t heads, int64_t groups, int64_t size, double scale, double eps, at::IntArrayRef wanted) {
   constexpr int PARTS = 12;
   const int64_t A = given.size(0), n = given.size(1), width = given.size(2), N = A * n;
-  const int64_t joined = (heads + 2 * groups) * size, each = heads / groups;
+  const int64_t joined = (heads + 2 * groups) * size;
   const int64_t count = static_cast<int64_t>(weights.size()) / PARTS;
   const int64_t inner = count ? inputs(weights[10]) : 0;
   const auto options = given.options();
@@ -894,8 +1031,6 @@ std::vector<at::Tensor> layers(
   std::vector<int64_t> ends(N, read);  // behind the last slot that a row sees
   for (int64_t r = 0; seen && r < N; r++)
     while (ends[r] > 1 && seen[r * read + ends[r] - 1] < HIDDEN) ends[r]--;
-  int64_t step = A / 2 + 1;  // texts in an order that gives each thread short and long ones
-  if (std::gcd(step, A) > 1) step++;
   auto add = [&](const float* more) {
     for (int64_t i = 0; i < N * width; i++) x[i] += more[i];
   };
@@ -911,7 +1046,6 @@ std::vector<at::Tensor> layers(
     });
     multiply(h, w[1], numbers(w[2]), turned, N, joined);
     const int64_t length = keys[layer].size(2), row = keys[layer].stride(0);
-    float *k = keys[layer].data_ptr<float>() + low * row, *v = values[layer].data_ptr<float>() + low * row;
     rows([&](int64_t r) {
       const int64_t a = r / n, j = r % n;
       const float *ca = c + a * shared + j * size, *sa = s + a * shared + j * size;
@@ -927,36 +1061,23 @@ std::vector<at::Tensor> layers(
           t[i + half] = second * ca[i + half] + first * sa[i + half];
         }
       }
-      for (int64_t g = 0; g < groups; g++) {
-        const int64_t to = a * row + (g * length + slots[r]) * size;
-        std::copy_n(states_of + (heads + g) * size, size, k + to);
-        std::copy_n(states_of + (heads + groups + g) * size, size, v + to);
-      }
     });
-    const int64_t shares = n * each, room = read + W;  // queries that read the same keys
-    at::parallel_for(0, N * heads, std::max<int64_t>(1, ALONE / (2 * read * size + 1)), [&](int64_t b, int64_t e) {
-      std::vector<float> p(MOST * room);
-      for (int64_t one = b, count; one < e; one += count) {
-        const int64_t together = one / shares, g = together % groups, a = together / groups * step % A;
-        count = std::min<int64_t>({MOST, e - one, (together + 1) * shares - one});
-        Query of[MOST];
-        int64_t end = 0;
-        for (int64_t m = 0; m < count; m++) {
-          const int64_t at = one + m - together * shares, head = g * each + at % each, r = a * n + at / each;
-          of[m] = {turned + r * joined + head * size, seen ? seen + r * read : nullptr, p.data() + m * room,
-                   attended + (r * heads + head) * size};
-          end = std::max(end, ends[r]);
+    auto attend_slots = [&]<typename T>(T* k, T* v) {
+      k += low * row, v += low * row;
+      rows([&](int64_t r) {
+        const float* states_of = turned + r * joined + heads * size;
+        for (int64_t g = 0; g < groups; g++) {
+          const int64_t to = r / n * row + (g * length + slots[r]) * size;
+          std::copy_n(states_of + g * size, size, k + to);
+          std::copy_n(states_of + (groups + g) * size, size, v + to);
         }
-        const int64_t from = a * row + g * length * size;
-        const float *its_keys = k + from, *its_values = v + from;
-        switch (count) {
-          case 1: attend<1>(of, its_keys, its_values, end, size, scale); break;
-          case 2: attend<2>(of, its_keys, its_values, end, size, scale); break;
-          case 3: attend<3>(of, its_keys, its_values, end, size, scale); break;
-          case 4: attend<4>(of, its_keys, its_values, end, size, scale); break;
-        }
-      }
-    });
+      });
+      attention(Queries{turned, A, n, joined, heads, groups, size, read, seen, ends, static_cast<float>(scale)}, k, v, row, length, attended);
+    };
+    if (keys[layer].scalar_type() == at::kBFloat16)
+      attend_slots(keys[layer].data_ptr<at::BFloat16>(), values[layer].data_ptr<at::BFloat16>());
+    else
+      attend_slots(keys[layer].data_ptr<float>(), values[layer].data_ptr<float>());
     multiply(attended, w[5], numbers(w[6]), h, N, width);
     add(h);
     rows([&](int64_t r) { norm(x + r * width, numbers(w[7]), h + r * width, width, eps); });

@@ -1,8 +1,9 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
 A draft's own weights are a norm and changes of the first layers: low-rank ones, or weights in 4 bits, of which a CPU
-reads .28 of the bytes of those in 16. The changes apply only when it drafts. The draft model is built from the
-target's modules and tensors; changed weights are copies, so the target stays as it is.
+reads .28 of the bytes of those in 16. If all layers draft, the last ones are the target's, in 8 bits: there errors of
+rounding cost the most (`docs/measurements/smollm2.md`). The changes apply only when it drafts. The draft model is built
+from the target's modules and tensors; changed weights are copies, so the target stays as it is.
 
 r the rank, D width of the states.
 """
@@ -28,13 +29,14 @@ from inference.proposers.trees import TreeShape
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+UNCHANGED = 15  # of so many layers of a target, all of which draft, the last one is not in 4 bits
 
 
 class ExitConfig(PretrainedConfig):
     """The config of an early exit. num_hidden_layers: number of the target's decoder layers that draft. rank: rank of
     the change of each projection, 0 for no change. bits: 4 if the projections have weights of their own in 4 bits, else
-    None. depths: number of drafts per round in training. projections: for each projection in a layer, by name, its size
-    [out, in]."""
+    None. unchanged: number of the last layers whose projections are the target's. depths: number of drafts per round in
+    training. projections: for each projection in a layer, by name, its size [out, in]."""
 
     model_type = "cotrain_early_exit"
 
@@ -43,19 +45,20 @@ class ExitConfig(PretrainedConfig):
         num_hidden_layers: int = 1,
         rank: int = 0,
         bits: int | None = None,
+        unchanged: int = 0,
         depths: int = 1,
         projections: dict[str, list[int]] | None = None,
         hidden_size: int = 1,
         **others: Any,
     ) -> None:
         self.num_hidden_layers, self.rank, self.bits, self.depths = num_hidden_layers, rank, bits, depths
-        self.projections, self.hidden_size = projections or {}, hidden_size
+        self.unchanged, self.projections, self.hidden_size = unchanged, projections or {}, hidden_size
         super().__init__(**others)
 
     @property
-    def changes(self) -> bool:
-        """Return whether the projections differ from the target's."""
-        return self.rank > 0 or self.bits is not None
+    def changed(self) -> int:
+        """Return the number of the first layers whose projections differ from the target's."""
+        return self.num_hidden_layers - self.unchanged if self.rank or self.bits else 0
 
 
 class Change(nn.Module):
@@ -119,7 +122,7 @@ def _wide(x: Tensor) -> Tensor:
 
 class ExitNetwork(PreTrainedModel):
     """The weights of an early exit. norm (D,): the weight of the exit's norm. layers: for each layer, the `Change` or
-    `FourBits` weight of each projection, by name."""
+    `FourBits` weight of each changed projection, by name."""
 
     config_class = ExitConfig
     base_model_prefix = "exit"
@@ -127,7 +130,7 @@ class ExitNetwork(PreTrainedModel):
     def __init__(self, config: ExitConfig) -> None:
         super().__init__(config)
         self.norm = nn.Parameter(torch.ones(config.hidden_size))
-        self.layers = nn.ModuleList(_changes(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_changes(config, layer) for layer in range(config.num_hidden_layers))
         self.generation_config = GenerationConfig(**{name: getattr(config, name, None) for name in IDS})
         self.post_init()
 
@@ -163,8 +166,8 @@ class ExitNetwork(PreTrainedModel):
         """Return None, since the target's head is used."""
 
 
-def _changes(config: ExitConfig) -> nn.ModuleDict:
-    sizes = config.projections.items() if config.changes else ()
+def _changes(config: ExitConfig, layer: int) -> nn.ModuleDict:
+    sizes = config.projections.items() if layer < config.changed else ()
     if config.bits:
         return nn.ModuleDict({_key(name): FourBits(*size) for name, size in sizes})
     return nn.ModuleDict({_key(name): Change(out, inside, config.rank) for name, (out, inside) in sizes})
@@ -219,7 +222,8 @@ def untrained_exit(
 ) -> ExitNetwork:
     """Return an untrained exit after the first `layers` decoder layers. Its norm is a copy of the target's; the logits
     come from the target's head. rank: rank of the change of each projection, 0 for no change. bits: 4 for projections
-    that are the target's in 4 bits, None for the target's own. depths: number of drafts per round in training. Raises
+    that are the target's in 4 bits, but those of the last of all layers, None for the target's own. depths: number of
+    drafts per round in training. Raises
     ValueError for an encoder-decoder, unless layers is from 1 to the target's number of layers, and for projections
     that 4 bits do not represent."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
@@ -230,6 +234,7 @@ def untrained_exit(
         )
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     changed = layer_projections(blocks[0])
+    known["unchanged"] = round(layers / UNCHANGED) if bits and layers == len(blocks) else 0
     config = ExitConfig(num_hidden_layers=layers, rank=rank, bits=bits, depths=depths, projections=changed, **known)
     plain = (block.get_submodule(name) for block in blocks[:layers] for name in changed)
     if bits and not (changed and all(type(one) is nn.Linear and one.weight.is_floating_point() for one in plain)):
@@ -240,7 +245,7 @@ def untrained_exit(
     network = ExitNetwork(config)
     with torch.no_grad():
         network.norm.copy_(final_norm(target).weight)
-        for at, block in enumerate(blocks[: layers if bits else 0]):
+        for at, block in enumerate(blocks[: config.changed if bits else 0]):
             for name in changed:
                 weight = cast(nn.Linear, block.get_submodule(name)).weight.float()
                 network.in_four_bits(at, name).begin(weight, best_scales(in_groups(weight)))
@@ -294,9 +299,9 @@ def learning(network: ExitNetwork, target: PreTrainedModel, first: int = 0) -> P
     model = first_layers(target, network.config.num_hidden_layers)
     frozen = not any(weight.requires_grad for weight in target.parameters())
     final_norm(model).weight = network.norm
-    for block, changes in zip(decoder_layers(model), network.layers, strict=True):
-        for name in network.config.projections if network.config.changes else ():
-            plain, change = block.get_submodule(name), changes.get_submodule(_key(name))
+    for at, block in enumerate(decoder_layers(model)[: network.config.changed]):
+        for name in network.config.projections:
+            plain, change = block.get_submodule(name), network.layers[at].get_submodule(_key(name))
             if isinstance(change, FourBits):
                 block.set_submodule(name, InGroups(plain, change, first, frozen))
             else:
@@ -382,7 +387,7 @@ class EarlyExit(OnTargetsCache):
         network.fits(target, where)
 
     def language_model(self, rows: int, vocabulary: int) -> LM | None:
-        return None if self.network.config.changes else super().language_model(rows, vocabulary)
+        return None if self.network.config.changed else super().language_model(rows, vocabulary)
 
     @property
     def weights(self) -> str | None:
