@@ -22,7 +22,7 @@ from inference.proposers.conditioned import Conditioned, conditioned
 from inference.proposers.eagle import Eagle, EagleNetwork
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
 from inference.proposers.heads import Hydra, HydraConfig, HydraNetwork, Medusa, MedusaConfig, MedusaNetwork
-from inference.proposers.hybrid import LONGEST, Gate, Hybrid
+from inference.proposers.hybrid import LONGEST, Gate, Hybrid, HybridExit
 from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
@@ -71,6 +71,10 @@ def hybrid(target: LlamaForCausalLM) -> Hybrid:
     found = [[float(n not in (0, 2))] * 4 for n in range(LONGEST + 1)]
     gate = Gate([found, found], [[[0.5] * 4] * (LONGEST + 1)] * 2, 0.1, 0.0)
     return Hybrid(Independent(near(target, 0.15)), Retrieval(shortest=1), gate)
+
+
+def hybrid_exit(target: LlamaForCausalLM) -> HybridExit:
+    return HybridExit(EarlyExit(exit_network(target), target), Retrieval(shortest=1), hybrid(target).gate)
 
 
 def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork, **settings: Any) -> Any:
@@ -247,6 +251,7 @@ KINDS = {
     "ngram": Kind(lambda target: NGram()),
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),
+    "hybrid_exit": Kind(hybrid_exit),
     "example": Kind(next_head),
 }
 

@@ -235,6 +235,16 @@ class HybridDraft(_Shaped):
     """The least length of a match, in tokens."""
 
 
+class HybridExitDraft(EarlyExitDraft):
+    """Drafts by look-up if this is expected to be faster, and otherwise with an early exit."""
+
+    kind: Literal["hybrid_exit"] = "hybrid_exit"  # type: ignore[assignment]
+    datastore: Path = None
+    """A folder of `cotrain datastore`, which is searched too."""
+    shortest: Size = 2
+    """The least length of a match, in tokens."""
+
+
 class QuantisedDraft(Draft):
     """The target with weights of 8 bits (int8) or 4 bits (nf4) is its own draft model. Nothing is trained."""
 
@@ -268,6 +278,7 @@ AnyDraft = Annotated[
     | HydraDraft
     | RetrievalDraft
     | HybridDraft
+    | HybridExitDraft
     | QuantisedDraft
     | TwoLevelsDraft,
     Field(discriminator="kind"),

@@ -42,6 +42,7 @@ KINDS = {  # kind -> module:class, imported on first use
     "hydra": "cotrain.students.heads:HydraStudent",
     "retrieval": "cotrain.students.retrieval:RetrievalStudent",
     "hybrid": "cotrain.students.retrieval:HybridStudent",
+    "hybrid_exit": "cotrain.students.retrieval:HybridExitStudent",
     "quantised": "cotrain.students.quantised:QuantisedStudent",
     "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }

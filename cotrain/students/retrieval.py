@@ -8,11 +8,12 @@ from transformers import PreTrainedModel
 from cotrain.config.drafts import Draft
 from cotrain.config.groups import Init
 from cotrain.students.base import Student, Trials
+from cotrain.students.early_exit import EarlyExitStudent
 from cotrain.students.independent import IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
 from inference.proposers.base import Proposer
-from inference.proposers.hybrid import Hybrid
+from inference.proposers.hybrid import Hybrid, HybridExit
 from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
 
 LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
@@ -48,21 +49,18 @@ def lookup(draft: Draft) -> dict[str, Any]:
     return settings
 
 
-class HybridStudent(IndependentStudent):
-    """Trains the draft that `inference.proposers.hybrid` serves, as an independent draft. The entry `lookup` of its
-    network's config has the settings of look-up and, after `calibrate`, the settings for the choice between look-up and
-    draft model."""
+class _WithLookup(Student):
+    """A kind of draft together with look-up. The entry `lookup` of its network's config has the settings of look-up
+    and, after `calibrate`, the settings for the choice between look-up and the draft. served: its proposer."""
 
-    kind = "hybrid"
-    sourced = False
-    begins_with = ("independent", "parallel")
     calibrated = True
-    layouts = LAYOUTS
+    layouts = {}
+    served: type[Hybrid]
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the network before training: an independent draft's, with the settings of look-up in its config.
-        Raises ValueError, which names the key to change, also if draft.datastore= has no datastore."""
+        """Return the network before training, with the settings of look-up in its config. Raises ValueError, which
+        names the key to change, also if draft.datastore= has no datastore."""
         network = super().initial(draft, init, target)
         network.config.lookup = lookup(draft)
         return network
@@ -70,7 +68,11 @@ class HybridStudent(IndependentStudent):
     def proposer(  # type: ignore[override]  # drafts no trees
         self, *, greedy: bool = False, int8: bool = False
     ) -> Any:
-        return Hybrid.of_settings(proposers.Independent(self.network, greedy, int8=int8), self.network.config.lookup)
+        return self.served.of_settings(self.drafting(greedy, int8), self.network.config.lookup)
+
+    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+        """Return the proposer that drafts where look-up does not."""
+        raise NotImplementedError(f"{type(self).__name__}.drafting")
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Return the entry `lookup` for the network's config: the look-up settings with a gate, the measured figures by
@@ -93,3 +95,27 @@ class HybridStudent(IndependentStudent):
             f"token that the target checks {gate.column:.3f}; the model drafts where look-up would be slower"
         )
         return {"lookup": settings | {"gate": gate.to_json()}}
+
+
+class HybridStudent(_WithLookup, IndependentStudent):
+    """Trains the draft that `inference.proposers.hybrid` serves, as an independent draft."""
+
+    kind = "hybrid"
+    sourced = False
+    begins_with = ("independent", "parallel")
+    layouts = LAYOUTS
+    served = Hybrid
+
+    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+        return proposers.Independent(self.network, greedy, int8=int8)
+
+
+class HybridExitStudent(_WithLookup, EarlyExitStudent):  # type: ignore[misc]  # drafts no trees
+    """Trains an early exit, which drafts where look-up does not."""
+
+    kind = "hybrid_exit"
+    begins_with = ("early_exit",)
+    served = HybridExit
+
+    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+        return EarlyExitStudent.proposer(self, greedy=greedy)

@@ -21,6 +21,7 @@ from inference.drafts.causal_lm import CausalLM
 from inference.drafts.weight_files import CONFIG, read_json, wrong_keys
 from inference.lookup.suffixes import Match
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Proposal, Proposer, Round, RoundView
+from inference.proposers.early_exit import EarlyExit, ExitNetwork
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
@@ -55,18 +56,19 @@ class Gate:
 
     def looked_up(self, match: Match, k: int) -> int:
         """Return how many of the look-up's drafts to use: the number with the highest expected rate of tokens. Return 0
-        if the model's k drafts have a higher rate. match: the look-up's result for the row's text. k: the row's draft
+        if drafts of the model have a higher rate. match: the look-up's result for the row's text. k: the row's draft
         length."""
         source, n = int(match.stored), min(match.length, LONGEST)
-        drafted = sum(self.model[source][n][:k])
-        best, most = 0, (1 + drafted) / (1 + (self.step + self.column) * k)
-        accepted = 0.0
-        for count, survival in enumerate(self.lookup[source][n][: min(len(match.drafts), k)], 1):
-            accepted += survival
-            rate = (1 + accepted) / (1 + self.column * count)
-            if rate >= most:
-                best, most = count, rate
-        return best
+        count, rate = _best(self.lookup[source][n][: min(len(match.drafts), k)], self.column)
+        return count if rate >= self._of_model(match, k)[1] else 0
+
+    def modelled(self, match: Match, k: int) -> int:
+        """Return how many drafts of the model have the highest expected rate of tokens, from 1 to k, or 0 if k is 0."""
+        return self._of_model(match, k)[0]
+
+    def _of_model(self, match: Match, k: int) -> tuple[int, float]:
+        survivals = self.model[int(match.stored)][min(match.length, LONGEST)][:k]
+        return _best(survivals, self.step + self.column)
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of the key `gate` in config.json. There the field `lookup` has the key `found`."""
@@ -142,6 +144,18 @@ def _smoothed(counts: list[DepthCounts], first: list[float]) -> list[list[float]
     return shares
 
 
+def _best(survivals: Sequence[float], cost: float) -> tuple[int, float]:
+    """Return the number of drafts, of one and more, with the highest expected rate of tokens, and this rate; 0 and 0 if
+    there are no drafts. survivals: P(the first j + 1 drafts are accepted). cost: of a draft, in plain target steps."""
+    best, most, accepted = 0, 0.0, 0.0
+    for count, survival in enumerate(survivals, 1):
+        accepted += survival
+        rate = (1 + accepted) / (1 + cost * count)
+        if rate >= most:
+            best, most = count, rate
+    return best, most
+
+
 class Hybrid(CompositeProposer):
     """A proposer that drafts with `retrieval` or with `model`, as the gate decides (SAM decoding: Hu et al. 2024,
     2411.10666). retrieval: None for `Retrieval()`. gate: None for `Gate.uncalibrated()`.
@@ -152,6 +166,7 @@ class Hybrid(CompositeProposer):
     """
 
     network_class: Any = CausalLM
+    model_class: Any = Independent
 
     def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
@@ -160,18 +175,20 @@ class Hybrid(CompositeProposer):
 
     def __copy__(self) -> "Hybrid":
         """Return a hybrid with copies of the parts, which shares no state with this one."""
-        return Hybrid(copy(self.model), copy(self.retrieval), self.gate)
+        return type(self)(copy(self.model), copy(self.retrieval), self.gate)
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
         Retrieval.fits(network, target, where)
+        cls.model_class.fits(network, target, where)
 
     @classmethod
     def load(cls, folder: Path, arguments: LoadArguments) -> "Hybrid":
-        """Return a hybrid for the folder of an independent draft. The key `lookup` in the folder's config.json has the
-        settings of look-up and the gate. Raises FileNotFoundError if the folder or the datastore does not exist, and
-        ValueError if one of them is damaged or does not fit the target, or if settings are wrong."""
-        return cls.of_settings(Independent.load(folder, arguments), read_json(folder / CONFIG).get("lookup") or {})
+        """Return a hybrid for the folder of a draft of `model_class`. The key `lookup` in the folder's config.json has
+        the settings of look-up and the gate. Raises FileNotFoundError if the folder or the datastore does not exist,
+        and ValueError if one of them is damaged or does not fit the target, or if settings are wrong."""
+        model = cls.model_class.load(folder, arguments)
+        return cls.of_settings(model, read_json(folder / CONFIG).get("lookup") or {})
 
     @classmethod
     def of_settings(cls, model: Proposer, lookup: Mapping[str, Any]) -> "Hybrid":
@@ -190,13 +207,21 @@ class Hybrid(CompositeProposer):
     def propose(self, round: Round) -> Proposal:
         matches = self.retrieval.find(round.texts, round.k)
         drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(matches, round.k, strict=True)]
-        asked = [0 if draft else k for draft, k in zip(drafts, round.k, strict=True)]
+        rows = zip(drafts, matches, round.k, strict=True)
+        asked = [0 if draft else self.gate.modelled(match, k) for draft, match, k in rows]
         if not max(asked):
             return chains(drafts, round.texts)
         if not any(drafts):
             return self.model.propose(PartialRound(round, asked))
         part = PartialRound(round, asked, chains(drafts, round.texts))
         return mixed(part, self.model.propose(part))
+
+
+class HybridExit(Hybrid):
+    """A `Hybrid` whose model is an early exit."""
+
+    network_class = ExitNetwork
+    model_class = EarlyExit
 
 
 class PartialRound(RoundView):

@@ -18,6 +18,7 @@ KINDS = {  # name -> module:class
     "ngram": "inference.proposers.retrieval:NGram",
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",
+    "hybrid_exit": "inference.proposers.hybrid:HybridExit",
 }
 
 
