@@ -26,6 +26,7 @@
 #include <cstring>
 #include <functional>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <type_traits>
@@ -65,14 +66,6 @@ inline Floats load(const float* from) {
   Floats to;
   std::memcpy(&to, from, sizeof to);
   return to;
-}
-
-// as numbers of bfloat16 are stored
-inline Floats load(const at::BFloat16* from) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * W)));
-  Halves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return (Floats)(__builtin_convertvector(halves, Words) << 16);
 }
 
 constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -859,7 +852,8 @@ at::Tensor verified(
 }
 
 constexpr int MOST = 4;  // queries that share a read of keys and values
-constexpr int64_t SLOTS = 64;  // that a thread reads at once: each gives a part of a query's result
+constexpr int64_t SLOTS = 64;  // that a thread reads at once, for a part of a query's result
+constexpr int64_t PARTS_OF_QUERIES = 4096;  // that wait to be added
 
 // A query over some slots. q (size,). visible (slots,): added to the scores, or nothing. Its result there: out (size,), the
 // sum of the values, each times e^(score - most), and the sum of these factors.
@@ -871,10 +865,10 @@ struct Query {
 };
 
 // p (M, SLOTS) = q times keys (slots, size) from slot `from` on, for M queries and S slots at a time
-template <int M, int S, typename T>
-int64_t scores(const Query* of, float (*p)[SLOTS], const T* keys, int64_t from, int64_t slots, int64_t size) {
+template <int M, int S>
+int64_t scores(const Query* of, float (*p)[SLOTS], const float* keys, int64_t from, int64_t slots, int64_t size) {
   for (; from + S <= slots; from += S) {
-    const T* k = keys + from * size;
+    const float* k = keys + from * size;
     Floats sums[8] = {};
     float every[8];
     int64_t i = 0;
@@ -887,15 +881,15 @@ int64_t scores(const Query* of, float (*p)[SLOTS], const T* keys, int64_t from, 
     for (int m = 0; m < M; m++)
       for (int l = 0; l < S; l++) {
         p[m][from + l] = every[m * S + l];
-        for (int64_t rest = i; rest < size; rest++) p[m][from + l] += of[m].q[rest] * static_cast<float>(k[l * size + rest]);
+        for (int64_t rest = i; rest < size; rest++) p[m][from + l] += of[m].q[rest] * k[l * size + rest];
       }
   }
   return from;
 }
 
 // out = p times values (slots, size) from number i on, for M queries and R W numbers at a time
-template <int M, int R, typename T>
-int64_t average(const Query* of, const float (*p)[SLOTS], const T* values, int64_t i, int64_t slots, int64_t size) {
+template <int M, int R>
+int64_t average(const Query* of, const float (*p)[SLOTS], const float* values, int64_t i, int64_t slots, int64_t size) {
   for (; i + R * W <= size; i += R * W) {
     Floats sums[M][R] = {};
     for (int64_t l = 0; l < slots; l++)
@@ -909,13 +903,13 @@ int64_t average(const Query* of, const float (*p)[SLOTS], const T* values, int64
 }
 
 // M queries over keys and values (slots, size) that they all read
-template <int M, typename T>
-void attend(Query* of, const T* keys, const T* values, int64_t slots, int64_t size, float scale) {
+template <int M>
+void attend(Query* of, const float* keys, const float* values, int64_t slots, int64_t size, float scale) {
   float p[M][SLOTS];
   scores<M, 1>(of, p, keys, scores<M, 8 / M>(of, p, keys, 0, slots, size), slots, size);
   for (int m = 0; m < M; m++) {
     for (int64_t l = 0; l < slots; l++) p[m][l] = p[m][l] * scale + (of[m].visible ? of[m].visible[l] : 0);
-    of[m].most = largest(p[m], slots);
+    of[m].most = std::max(largest(p[m], slots), HIDDEN);  // if all are hidden, the sum is 0
     const int64_t whole = (slots + W - 1) / W * W;
     std::fill(p[m] + slots, p[m] + whole, NONE);
     Floats sums = {};
@@ -929,7 +923,7 @@ void attend(Query* of, const T* keys, const T* values, int64_t slots, int64_t si
   for (int64_t o = average<M, 1>(of, p, values, average<M, W / 4>(of, p, values, 0, slots, size), slots, size); o < size; o++)
     for (int m = 0; m < M; m++) {
       of[m].out[o] = 0;
-      for (int64_t l = 0; l < slots; l++) of[m].out[o] += p[m][l] * static_cast<float>(values[l * size + o]);
+      for (int64_t l = 0; l < slots; l++) of[m].out[o] += p[m][l] * values[l * size + o];
     }
 }
 
@@ -943,53 +937,69 @@ struct Queries {
   float scale;
 };
 
-// attended (A, n, heads, size) = attention over keys and values, each (A, groups, S, size), rows `row` numbers apart
-template <typename T>
-void attention(const Queries& of, const T* keys, const T* values, int64_t row, int64_t length, float* attended) {
-  const int64_t N = of.A * of.n, each = of.heads / of.groups, size = of.size, shares = of.n * each;
-  const int64_t several = (shares + MOST - 1) / MOST, parts = (of.read + SLOTS - 1) / SLOTS;
-  const int64_t units = of.A * of.groups * several * parts, step = scattered(of.A);
-  std::vector<float> outs(N * of.heads * parts * size);
-  std::vector<Query> queries(N * of.heads * parts);
-  at::parallel_for(0, units, std::max<int64_t>(1, ALONE / (2 * MOST * SLOTS * size)), [&](int64_t b, int64_t e) {
-    for (int64_t unit = b; unit < e; unit++) {
-      const int64_t part = unit % parts, first = unit / parts % several * MOST, g = unit / parts / several % of.groups;
-      const int64_t a = unit / parts / several / of.groups * step % of.A;  // each thread gets short and long texts
-      const int64_t count = std::min<int64_t>(MOST, shares - first);
-      Query some[MOST];
-      int64_t end = 0;
-      for (int64_t m = 0; m < count; m++) {
-        const int64_t head = g * each + (first + m) % each, r = a * of.n + (first + m) / each;
-        some[m] = {of.turned + r * of.joined + head * size, of.seen ? of.seen + r * of.read + part * SLOTS : nullptr,
-                   outs.data() + ((r * of.heads + head) * parts + part) * size, NONE, 0};
-        end = std::max(end, of.ends[r]);
+// attended (A, n, heads, size) = attention over keys and values, each (A, groups, S, size), rows `row` numbers apart.
+// A unit is up to MOST queries that read the same keys and values. Threads share the slots of each: the parts of a query's
+// result are the same for any number of threads, and are added in the same order.
+void attention(const Queries& of, const float* keys, const float* values, int64_t row, int64_t length, float* attended) {
+  const int64_t each = of.heads / of.groups, size = of.size, shares = of.n * each, parts = (of.read + SLOTS - 1) / SLOTS;
+  const int64_t several = (shares + MOST - 1) / MOST, units = of.A * of.groups * several, step = scattered(of.A);
+  const int64_t batch = std::min(units, std::max<int64_t>(1, PARTS_OF_QUERIES / (MOST * parts)));
+  const std::unique_ptr<float[]> outs(new float[batch * MOST * parts * size]);
+  std::vector<Query> queries(batch * MOST * parts);
+  struct Unit {
+    int64_t a, g, first, count;
+  };
+  auto unit_at = [&](int64_t unit) -> Unit {
+    const int64_t first = unit % several * MOST;
+    return {unit / several / of.groups * step % of.A, unit / several % of.groups, first, std::min<int64_t>(MOST, shares - first)};
+  };
+  auto place = [&](const Unit& unit, int64_t m) {  // of a query in `attended`
+    return (unit.a * of.n + (unit.first + m) / each) * of.heads + unit.g * each + (unit.first + m) % each;
+  };
+  for (int64_t from = 0; from < units; from += batch) {
+    const int64_t now = std::min(batch, units - from);
+    at::parallel_for(0, now * parts, std::max<int64_t>(1, ALONE / (2 * MOST * SLOTS * size)), [&](int64_t b, int64_t e) {
+      for (int64_t one = b; one < e; one++) {
+        const int64_t part = one % parts, begin = part * SLOTS;
+        const Unit unit = unit_at(from + one / parts);
+        Query some[MOST];
+        int64_t end = 0;
+        for (int64_t m = 0; m < unit.count; m++) {
+          const int64_t at = place(unit, m), r = at / of.heads;
+          some[m] = {of.turned + r * of.joined + at % of.heads * size, of.seen ? of.seen + r * of.read + begin : nullptr,
+                     outs.get() + ((one / parts * MOST + m) * parts + part) * size, 0, 0};
+          end = std::max(end, of.ends[r]);
+        }
+        const int64_t slots = std::min(SLOTS, end - begin), first = unit.a * row + (unit.g * length + begin) * size;
+        if (slots <= 0) continue;
+        switch (unit.count) {
+          case 1: attend<1>(some, keys + first, values + first, slots, size, of.scale); break;
+          case 2: attend<2>(some, keys + first, values + first, slots, size, of.scale); break;
+          case 3: attend<3>(some, keys + first, values + first, slots, size, of.scale); break;
+          case 4: attend<4>(some, keys + first, values + first, slots, size, of.scale); break;
+        }
+        for (int64_t m = 0; m < unit.count; m++) queries[(one / parts * MOST + m) * parts + part] = some[m];
       }
-      const int64_t slots = std::min(SLOTS, end - part * SLOTS), from = a * row + (g * length + part * SLOTS) * size;
-      if (slots <= 0) continue;
-      switch (count) {
-        case 1: attend<1>(some, keys + from, values + from, slots, size, of.scale); break;
-        case 2: attend<2>(some, keys + from, values + from, slots, size, of.scale); break;
-        case 3: attend<3>(some, keys + from, values + from, slots, size, of.scale); break;
-        case 4: attend<4>(some, keys + from, values + from, slots, size, of.scale); break;
+    });
+    at::parallel_for(0, now, std::max<int64_t>(1, ALONE / (MOST * parts * size)), [&](int64_t b, int64_t e) {
+      for (int64_t one = b; one < e; one++) {
+        const Unit unit = unit_at(from + one);
+        for (int64_t m = 0; m < unit.count; m++) {
+          const int64_t at = place(unit, m), count = (of.ends[at / of.heads] + SLOTS - 1) / SLOTS;
+          const Query* its = queries.data() + (one * MOST + m) * parts;
+          float most = HIDDEN, sum = 0, *out = attended + at * size;
+          for (int64_t part = 0; part < count; part++) most = std::max(most, its[part].most);
+          std::fill_n(out, size, 0.f);
+          for (int64_t part = 0; part < count; part++) {
+            const float share = std::exp(its[part].most - most);
+            sum += its[part].sum * share;
+            for (int64_t i = 0; i < size; i++) out[i] += its[part].out[i] * share;
+          }
+          for (int64_t i = 0; i < size; i++) out[i] /= sum;
+        }
       }
-      for (int64_t m = 0; m < count; m++) queries[(some[m].out - outs.data()) / size] = some[m];
-    }
-  });
-  at::parallel_for(0, N * of.heads, std::max<int64_t>(1, ALONE / (parts * size)), [&](int64_t b, int64_t e) {
-    for (int64_t one = b; one < e; one++) {
-      const Query* its = queries.data() + one * parts;
-      const int64_t count = (of.ends[one / of.heads] + SLOTS - 1) / SLOTS;
-      float most = NONE, sum = 0, *out = attended + one * size;
-      for (int64_t part = 0; part < count; part++) most = std::max(most, its[part].most);
-      std::fill_n(out, size, 0.f);
-      for (int64_t part = 0; part < count; part++) {
-        const float share = std::exp(its[part].most - most);
-        sum += its[part].sum * share;
-        for (int64_t i = 0; i < size; i++) out[i] += its[part].out[i] * share;
-      }
-      for (int64_t i = 0; i < size; i++) out[i] /= sum;
-    }
-  });
+    });
+  }
 }
 
 // Decoder layers over x (A, n, width): returns the states after the layers in `wanted` (0: x; -1: after the last layer
@@ -1046,6 +1056,7 @@ std::vector<at::Tensor> layers(
     });
     multiply(h, w[1], numbers(w[2]), turned, N, joined);
     const int64_t length = keys[layer].size(2), row = keys[layer].stride(0);
+    float *k = keys[layer].data_ptr<float>() + low * row, *v = values[layer].data_ptr<float>() + low * row;
     rows([&](int64_t r) {
       const int64_t a = r / n, j = r % n;
       const float *ca = c + a * shared + j * size, *sa = s + a * shared + j * size;
@@ -1061,23 +1072,13 @@ std::vector<at::Tensor> layers(
           t[i + half] = second * ca[i + half] + first * sa[i + half];
         }
       }
+      for (int64_t g = 0; g < groups; g++) {
+        const int64_t to = a * row + (g * length + slots[r]) * size;
+        std::copy_n(states_of + (heads + g) * size, size, k + to);
+        std::copy_n(states_of + (heads + groups + g) * size, size, v + to);
+      }
     });
-    auto attend_slots = [&]<typename T>(T* k, T* v) {
-      k += low * row, v += low * row;
-      rows([&](int64_t r) {
-        const float* states_of = turned + r * joined + heads * size;
-        for (int64_t g = 0; g < groups; g++) {
-          const int64_t to = r / n * row + (g * length + slots[r]) * size;
-          std::copy_n(states_of + g * size, size, k + to);
-          std::copy_n(states_of + (groups + g) * size, size, v + to);
-        }
-      });
-      attention(Queries{turned, A, n, joined, heads, groups, size, read, seen, ends, static_cast<float>(scale)}, k, v, row, length, attended);
-    };
-    if (keys[layer].scalar_type() == at::kBFloat16)
-      attend_slots(keys[layer].data_ptr<at::BFloat16>(), values[layer].data_ptr<at::BFloat16>());
-    else
-      attend_slots(keys[layer].data_ptr<float>(), values[layer].data_ptr<float>());
+    attention({turned, A, n, joined, heads, groups, size, read, seen, ends, static_cast<float>(scale)}, k, v, row, length, attended);
     multiply(attended, w[5], numbers(w[6]), h, N, width);
     add(h);
     rows([&](int64_t r) { norm(x + r * width, numbers(w[7]), h + r * width, width, eps); });

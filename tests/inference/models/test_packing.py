@@ -289,16 +289,19 @@ def test_a_model_in_half_precision_is_served_as_the_same_model_in_float32(family
 
 @needs_kernels
 def test_passes_of_any_length_give_the_same_bits():
-    """Of a model in bfloat16, on a CPU with instructions for it, alone and beside other rows; states too."""
+    """Of a model in bfloat16, on a CPU with instructions for it, alone and beside other rows, by one thread or two;
+    states too. The texts are long enough for parts of attention, the widest pass for several batches of them."""
     if not packing.rounds(torch.bfloat16):
         pytest.skip("no instructions for bfloat16")
-    model, ids = build("Qwen2", BIASED | {"num_hidden_layers": 3}, torch.bfloat16), torch.arange(96).view(3, 32) % 31
+    model, long = build("Qwen2", BIASED | {"num_hidden_layers": 3}, torch.bfloat16), 240
+    ids = torch.arange(3 * long).view(3, long) % 31
     runs = []
     for rows in (ids[1:2], ids):
-        for width in (1, 2, 3, 5, 16, 32):
+        for width in (1, 2, 3, 5, 16, long):
             lm, parts = LM(model, len(rows)), []
-            for at in range(0, 32, width):
-                part = lm.forward(rows[:, at : at + width], [at] * len(rows), states=(1, LAST))
+            for at in range(0, long, width):
+                with threads(1 + at // 16 % 2):
+                    part = lm.forward(rows[:, at : at + width], [at] * len(rows), states=(1, LAST))
                 parts.append(torch.cat([part.logits, part.states[1], part.states[LAST]], -1))
             runs.append(torch.cat(parts, 1)[len(rows) // 2])
     assert all(torch.equal(run, runs[0]) for run in runs)
