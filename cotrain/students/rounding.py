@@ -1,8 +1,8 @@
 """Weights in 4 bits whose errors compensate one another (GPTQ: Frantar et al. 2022, 2210.17323), with which the
 training of an early exit in 4 bits begins.
 
-A projection is rounded input by input. What rounding adds to its outputs on some texts is taken from the weights of the
-inputs that are not rounded yet.
+A projection is rounded input by input, with the scales that the network has. What rounding adds to its outputs on some
+texts is taken from the weights of the inputs that are not rounded yet.
 
 N tokens, D inputs of a projection.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from inference.models.packing import GROUP, best_scales, nearest
+from inference.models.packing import GROUP, nearest
 from inference.models.pretrained import decoder_layers
 from inference.proposers.early_exit import ExitNetwork
 
@@ -39,7 +39,8 @@ def fit_rounding(network: ExitNetwork, target: PreTrainedModel, texts: Iterable[
             for name in network.config.projections
         }
         for (at, name), squares in products(target, some, ids).items():
-            network.in_four_bits(at, name).begin(*compensated(some[at, name].weight.float(), squares))
+            change = network.in_four_bits(at, name)
+            change.begin(compensated(some[at, name].weight.float(), change.scale(), squares), change.scale())
 
 
 def products(target: PreTrainedModel, modules: dict[Any, nn.Module], texts: list[Tensor]) -> dict[Any, Tensor]:
@@ -67,24 +68,23 @@ def products(target: PreTrainedModel, modules: dict[Any, nn.Module], texts: list
     return {name: sums[first[name]] for name in modules}
 
 
-def compensated(weight: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weight (out, D) to round, and the scales (out, groups), whose rounded outputs are near those of the
-    given weight. weight (out, D), in float32. squares (D, D): x^T x of the inputs."""
-    left, squares, group = weight.clone(), squares.double(), min(GROUP, weight.shape[1])
+def compensated(weight: Tensor, scales: Tensor, squares: Tensor) -> Tensor:
+    """Return the weight (out, D) to round with these scales (out, groups), whose rounded outputs are near those of the
+    given weight. weight (out, D), in float32. squares (D, D): x^T x of the inputs, the largest of which are rounded
+    first, while most others can still make up for their errors."""
+    order = squares.diagonal().argsort(descending=True)
+    left, squares, scales = weight[:, order], squares[order][:, order].double(), scales.float()
     mean = squares.diagonal().mean().clamp(min=1e-12)
     squares = squares + DAMPED * mean * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares))
     factor = torch.linalg.cholesky(inverse, upper=True).float()
-    to_round, scales = torch.empty_like(left), []
+    to_round, groups = torch.empty_like(left), (order // (len(order) // scales.shape[1])).tolist()
     for begin in range(0, left.shape[1], BLOCK):
         end, errors = min(begin + BLOCK, left.shape[1]), []
         for at in range(begin, end):
-            if at % group == 0:
-                scales.append(best_scales(left[:, at : at + group]))
-            column = left[:, at].clone()
-            to_round[:, at] = column
-            rounded = nearest(column / scales[-1]) * scales[-1]
-            errors.append((column - rounded) / factor[at, at])
+            column, scale = left[:, at].clone(), scales[:, groups[at]]
+            to_round[:, order[at]] = column
+            errors.append((column - nearest(column / scale) * scale) / factor[at, at])
             left[:, at:end] -= errors[-1].unsqueeze(1) * factor[at, at:end]
         left[:, end:] -= torch.stack(errors, 1) @ factor[begin:end, end:]
-    return to_round, torch.stack(scales, 1)
+    return to_round

@@ -102,12 +102,12 @@ def test_errors_of_correlated_inputs_compensate_one_another(inputs: int) -> None
         one.begin(numbers, scales)
         return float((x @ (one.rounded().detach() - weight).T).square().mean())
 
-    plain = error(weight, best_scales(in_groups(weight)))
-    assert error(*compensated(weight, x.T @ x)) < 0.35 * plain
+    scales = best_scales(in_groups(weight))
+    assert error(compensated(weight, scales, x.T @ x), scales) < 0.35 * error(weight, scales)
     dead = x.clone()
     dead[:, 3] = 0  # an input that is always 0 hinders nothing
-    assert compensated(weight, dead.T @ dead)[0].isfinite().all()
-    assert compensated(weight, 0 * dead.T @ dead)[0].isfinite().all()
+    assert compensated(weight, scales, dead.T @ dead).isfinite().all()
+    assert compensated(weight, scales, 0 * dead.T @ dead).isfinite().all()
 
 
 @pytest.mark.parametrize("shared", [1, 2**31])
