@@ -23,6 +23,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "p_eagle": {"depths": 3, "intermediate": 64, "head_dim": 64, "kv_heads": 1},
     "block": {"depths": 3, "head_dim": 64},
     "early_exit": {"depths": 3, "rank": 2},
+    "hybrid_exit": {"depths": 3, "rank": 2},
     "parallel": {"depths": 3},
     "medusa": {"depths": 3},
     "hydra": {"depths": 3},

@@ -17,7 +17,7 @@ from cotrain.students.eagle import EagleStudent
 from cotrain.students.heads import HydraStudent, MedusaStudent
 from cotrain.students.independent import IndependentStudent
 from cotrain.students.parallel import ParallelStudent, PEagleStudent
-from cotrain.students.retrieval import HybridStudent
+from cotrain.students.retrieval import HybridExitStudent, HybridStudent
 from cotrain.teacher.target_model import halves
 from tests import kinds
 from tests.kinds import masked
@@ -93,6 +93,12 @@ def hybrid(target: LlamaForCausalLM) -> Student:
     return HybridStudent(network, target)
 
 
+def hybrid_exit(target: LlamaForCausalLM) -> Student:
+    network = kinds.exit_network(target)
+    network.config.lookup = {"shortest": 2, "datastore": None}
+    return HybridExitStudent(network, target)
+
+
 def of(student: Callable[..., Student], network: Callable[..., Any], **settings: Any) -> Callable[..., Student]:
     """Makes a student of a network that is farther from the target than those of proposers."""
     return lambda target: student(network(target, 0.3, **settings), target)
@@ -148,6 +154,7 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "heads": heads,
     "example": example,
     "hybrid": hybrid,
+    "hybrid_exit": hybrid_exit,
     "eagle": of(EagleStudent, kinds.eagle),
     "eagle, pruned": of(EagleStudent, kinds.eagle, draft_vocab_size=16),
     "eagle, low rank": of(EagleStudent, kinds.eagle, head_rank=5),
@@ -165,7 +172,9 @@ STUDENTS: dict[str, Callable[[LlamaForCausalLM], Any]] = {
     "early_exit": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target), target),
     "early_exit, 4 bits": lambda target: early_exit.EarlyExitStudent(kinds.exit_network(target, bits=4), target),
 }
-SERVED = [kind for kind in STUDENTS if kind not in ("heads", "hybrid")]  # those that tests can run in an engine
+SERVED = [
+    kind for kind in STUDENTS if kind not in ("heads", "hybrid", "hybrid_exit")
+]  # those that tests can run in an engine
 
 
 def target() -> LlamaForCausalLM:

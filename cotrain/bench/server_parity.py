@@ -16,6 +16,7 @@ import numpy as np
 from cotrain.errors import UserError, warn
 from cotrain.planning.plan import Plan
 from cotrain.planning.planner import BATCH
+from cotrain.rollout.samplers import Ids
 from inference import Engine
 from inference.exactness.audit import ServedCalls, audit, from_target
 from inference.exactness.figures import Figures, reach_of
@@ -28,8 +29,8 @@ from inference.servers.openai_client import Client, Served, stable_counters
 from inference.verify import predict_chain
 
 TOLERANCE = 0.05
-Answer = tuple[list[list[int]], float, Served | None]  # ids of each text, seconds, counters of this call
-Ask = Callable[[list[list[int]], int], Answer]  # prompts, concurrent requests
+Answer = tuple[Ids, float, Served | None]  # ids of each text, seconds, counters of this call
+Ask = Callable[[Ids, int], Answer]  # prompts, concurrent requests
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def over_http(client: Client, plan: Plan) -> Ask:
     The function raises ValueError if the server returns no token ids, has no counters of drafts, or ends a text early.
     """
 
-    def ask(prompts: list[list[int]], at_once: int) -> Answer:
+    def ask(prompts: Ids, at_once: int) -> Answer:
         before, clock, size = stable_counters(client), time.perf_counter(), plan.bench
         if before is None:
             raise ValueError(
@@ -169,7 +170,7 @@ def drafts_of(counted: Served, least: int = 1) -> int:
     return len(counted.by_depth) or max(least, math.ceil(counted.drafted / counted.rounds))
 
 
-def served_calls(plan: Plan, counted: Served, prompts: list[list[int]], tokens: list[list[int]]) -> ServedCalls:
+def served_calls(plan: Plan, counted: Served, prompts: Ids, tokens: Ids) -> ServedCalls:
     """Return a server's rounds beside those that are expected of its texts, by the plan's draft and the token rule.
     counted: by the server, at least one round. prompts, tokens: ids of each prompt, and of the server's text after it.
     Raises ValueError for counters that cannot be."""
@@ -177,9 +178,7 @@ def served_calls(plan: Plan, counted: Served, prompts: list[list[int]], tokens: 
     return ServedCalls(counted.rounds, float(rounds.sum()), sigma)
 
 
-def rounds_expected(
-    plan: Plan, draft: Proposer, k: int, prompts: list[list[int]], tokens: list[list[int]]
-) -> tuple[np.ndarray, float]:
+def rounds_expected(plan: Plan, draft: Proposer, k: int, prompts: Ids, tokens: Ids) -> tuple[np.ndarray, float]:
     """Return the expected number of rounds for each text (N,), without its first token, and the standard deviation of
     their sum. draft: drafts k tokens per round. prompts: token ids of each prompt. tokens: token ids of the text that
     the server generated after each."""
@@ -190,9 +189,7 @@ def rounds_expected(
     return calls.numpy(), float(predict_chain.variance_from(reach, figures.lengths).sum().sqrt())
 
 
-def figures_after(
-    plan: Plan, engine: Engine, draft: Proposer, prompts: list[list[int]], tokens: list[list[int]], first: int = 1
-) -> Figures:
+def figures_after(plan: Plan, engine: Engine, draft: Proposer, prompts: Ids, tokens: Ids, first: int = 1) -> Figures:
     """Return the probabilities of target and draft on texts that another engine generated, from the first token on that
     a round emitted.
 

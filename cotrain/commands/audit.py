@@ -17,7 +17,7 @@ from cotrain.data.sources import rows_in
 from cotrain.errors import UserError, first_line, user_errors
 from cotrain.page.html_page import document
 from cotrain.page.rendering import Section, html_table
-from cotrain.rollout.samplers import Remote
+from cotrain.rollout.samplers import Ids, Remote
 from cotrain.run_folder import claim, refuse_folder
 from cotrain.training.job import models, objective, settle
 from cotrain.training.preconditions import ids_of, outline, server
@@ -39,8 +39,8 @@ class Sample(NamedTuple):
     """Texts to audit. prompts, texts: token ids of each prompt, and the new ids after it. names: of each text, for
     error messages."""
 
-    prompts: list[list[int]]
-    texts: list[list[int]]
+    prompts: Ids
+    texts: Ids
     names: list[str]
 
 
@@ -172,8 +172,9 @@ def _read(file: Path, tokenizer: PreTrainedTokenizerBase) -> Sample:
     for place, row in rows_in({f"texts={file}": file}):
         if isinstance(row, Exception):
             raise UserError(f"{place}: {first_line(row)}")
-        answer = next((row[name] for name in ANSWERS if name in row), None) if isinstance(row, Mapping) else None
-        prompt = row.get("prompt") if isinstance(row, Mapping) else None
+        values = row if isinstance(row, Mapping) else {}
+        answer = next((values[name] for name in ANSWERS if name in values), None)
+        prompt = values.get("prompt")
         if type(prompt) is not type(answer) or not isinstance(prompt, str | list):
             raise UserError(f"{place} needs prompt, and {', '.join(ANSWERS)}: ids, or text")
         if isinstance(prompt, str):

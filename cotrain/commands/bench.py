@@ -7,16 +7,7 @@ from typing import Any
 
 from cotrain.bench import measurement, servers
 from cotrain.bench.measurement import recorded
-from cotrain.commands.served_pair import (
-    Pair,
-    measurable_folder,
-    plan_of,
-    prompts,
-    refuse_pair,
-    resolved,
-    room_of,
-    shape,
-)
+from cotrain.commands.served_pair import measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of, shape
 from cotrain.config.groups import DEPTHS
 from cotrain.config.settings import BenchConfig, sampling
 from cotrain.console import answering, write_answer
@@ -34,16 +25,6 @@ from inference.report import replay
 from inference.report.table import headline, table
 
 Further = Callable[[measurement.Plan, Path], dict[str, Any]]
-
-
-def _refuse(cfg: BenchConfig, kind: str, pair: Pair) -> None:
-    """Raise UserError or ValueError, before weights are loaded, if texts are longer than the context of either model,
-    or if the target does not support its quantisation setting. kind: the kind of draft. pair: both models without
-    weights."""
-    refuse_rounded(kind, cfg.quantisation.kind, pair.target)
-    size = cfg.bench
-    fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
-    refuse_quantisation(str(cfg.target.path), cfg.quantisation.kind, pair.target.config)
 
 
 def _plan_line(metadata: Metadata) -> str:
@@ -84,12 +65,11 @@ def run(cfg: BenchConfig, further: Further | None = None) -> None:
             "draft.path=null: set draft.path= to a draft folder, for example draft.path=outputs/train/draft"
         )
     settle(cfg.threads, cfg.bench.seed)
-    if cfg.url or cfg.url_draft:
-        with answering(cfg.as_json) as answer:
+    with answering(cfg.as_json) as answer:
+        if cfg.url or cfg.url_draft:
             report, lines = _servers(cfg, cfg.draft.path)
             answer(report, "\n".join(lines))
-        return
-    with answering(cfg.as_json) as answer:
+            return
         report = _measured(cfg, cfg.draft.path, further)
         page = written(Path(cfg.output))
         answer(report | {"verdict": headline(report), "page": str(page)}, f"{table(report)}\npage: {page}")
@@ -143,23 +123,26 @@ def _measured(cfg: BenchConfig, draft_path: str, further: Further | None) -> dic
     """Measure the draft, write report.json and the replay, and return the report. draft_path: the draft folder.
     further: a function from the plan without a tree and the output folder to more entries of the report's `extra`; None
     for none."""
-    typed, open_tokens = cfg.verify, not cfg.bench.prompt_tokens
+    typed, size, open_tokens = cfg.verify, cfg.bench, not cfg.bench.prompt_tokens
     path = resolved(cfg)
     draft_folder = measurable_folder(draft_path)
-    planned = _planned(cfg, draft_folder.metadata, typed)
+    metadata = draft_folder.metadata
+    planned = _planned(cfg, metadata, typed)
     refuse_folder(cfg.output, cfg.overwrite)
     pair = refuse_pair(draft_path, path, cfg.target.trust_remote_code)
-    _refuse(cfg, draft_folder.kind, pair)
-    for line in other_sampling(cfg.regime, pair.target) if draft_folder.metadata is None else ():
+    # refused before weights are loaded: a target in other bits, and texts that are longer than a context
+    refuse_rounded(draft_folder.kind, cfg.quantisation.kind, pair.target)
+    fits("bench.prompt_tokens", size.prompt_tokens, timed_by(size), timed(size), room_of(pair), start_of(pair.target))
+    refuse_quantisation(path, cfg.quantisation.kind, pair.target.config)
+    for line in other_sampling(cfg.regime, pair.target) if metadata is None else ():
         print(f"bench: measures {line}")
-    room = room_of(pair) - timed(cfg.bench) if open_tokens else None
-    given = prompts(cfg.data, cfg.bench, pair.target, pair.tokenizer, room, draft_folder.path)
-    metadata = draft_folder.metadata
+    room = room_of(pair) - timed(size) if open_tokens else None
+    given = prompts(cfg.data, size, pair.target, pair.tokenizer, room, draft_folder.path)
     plan = plan_of(
         cfg,
         draft_folder,
         models(cfg),
-        cfg.bench,
+        size,
         cfg.verify,
         given=given,
         planned=planned,

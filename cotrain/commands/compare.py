@@ -23,8 +23,12 @@ def run(cfg: CompareConfig) -> None:
         runs = read_runs(Path(cfg.folder))
         baseline = min(runs) if cfg.baseline is None else cfg.baseline
         gains, absent = compare(runs, baseline), left_out(runs, baseline)
-        report = {"environment": environment(), "baseline": baseline, "gains": [asdict(gain) for gain in gains]}
-        report |= {"left_out": absent}
+        report = {
+            "environment": environment(),
+            "baseline": baseline,
+            "gains": [asdict(gain) for gain in gains],
+            "left_out": absent,
+        }
         answer(report, gains_table(gains, baseline, absent))
     if cfg.report:
         write_answer(Path(cfg.report), report)

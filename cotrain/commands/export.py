@@ -142,8 +142,7 @@ def _print_launch(path: Path, cfg: ExportConfig, metadata: Metadata | None) -> N
     print(f"wrote {path}")
     if written.origin.get("advice"):
         print(f"on the machine that measured it, {written.origin['advice']}")
-    assert cfg.draft.path
-    report = hf.report_of(Path(cfg.draft.path), metadata)
+    report = hf.report_of(Path(str(cfg.draft.path)), metadata)
     lengths = tau_table(report, written) if report else ""
     if lengths:
         print(f"tau by draft length, predicted on held-out texts:\n{lengths}")
@@ -211,9 +210,8 @@ def _features(cfg: ExportConfig, target: str, metadata: Metadata | None) -> Path
         )
     except ValueError as error:
         raise UserError(f"layout={cfg.layout}: {error}") from error
-    if cfg.engine == "llamacpp":  # which gives any states in any order
-        return path
-    _print_remarks(path)
+    if cfg.engine != "llamacpp":  # which gives any states in any order
+        _print_remarks(path)
     return path
 
 

@@ -119,8 +119,11 @@ def _read_by(cfg: GenerateConfig, rows: list[tuple[str, Any]]) -> list[str | lis
     if cfg.chat and tokenizer.chat_template is None:
         raise UserError("chat=true: the target's tokenizer has no chat template; set chat=false")
     template = Template(tokenizer, metadata.served.template if metadata else {}, ())
-    templated, other = tokenizer.chat_template is not None, "rename the one that holds the prompts"
-    reader = Reader(chat=bool(cfg.chat), templated=templated, other=other)
+    reader = Reader(
+        chat=bool(cfg.chat),
+        templated=tokenizer.chat_template is not None,
+        other="rename the one that holds the prompts",
+    )
     prompts, skipped, longest = list[str | list[int]](), nothing_skipped(), 0
     for place, values in rows:
         try:

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cotrain.commands.served_pair import as_trained, measurable_folder, plan_of, prompts, refuse_pair, resolved, room_of
-from cotrain.commands.shapes import composed_shape, shape_table, shapes
+from cotrain.commands.shapes import composed_shape, shape_table, timed_shape
 from cotrain.config.settings import PlanConfig
 from cotrain.console import answering, write_answer
 from cotrain.errors import UserError
@@ -47,7 +47,6 @@ SHARED = (
     "data.chat",
     "data.template",
 )
-Pair = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def run(cfg: PlanConfig) -> None:
@@ -115,12 +114,11 @@ def _shapes(cfg: PlanConfig) -> tuple[dict[str, Any], str]:
         )
     cfg.target.path = cfg.target.path or bundled_target.NAME
     as_trained(cfg, None)
-    composed = [
-        composed_shape(settings, cfg.target) for settings in cfg.shapes
-    ]  # wrong ones are named before any is timed
+    # wrong ones are named before any is timed
+    composed = [composed_shape(settings, cfg.target) for settings in cfg.shapes]
     target = models(cfg)
     with claim(cfg.output, cfg.overwrite, command="plan") as folder:
-        timed_shapes = shapes(cfg, composed, target)
+        timed_shapes = [timed_shape(cfg, *shape, target) for shape in zip(cfg.shapes, composed, strict=True)]
         plan = _origin(cfg, {}) | {"shapes": timed_shapes, "seconds": time.monotonic() - began}
         write_answer(folder.path / PLAN, plan, 1)
         folder.finish()
@@ -187,7 +185,7 @@ def _own_prompts(path: str) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _plan(cfg: PlanConfig, pair: Pair) -> Plan:
+def _plan(cfg: PlanConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> Plan:
     """Load the draft of `cfg`, and return its plan. pair: the target and its tokenizer. The draft length stored in the
     folder is added to bench.depths in `cfg`, in place."""
     path, name, size = str(cfg.draft.path), str(cfg.target.path), cfg.bench

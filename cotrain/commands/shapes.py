@@ -38,28 +38,19 @@ def entry(settings: str, kind: str, parameters: int, costs: Mapping[int, Costs])
     pay (`break_even`, None if no acceptance does), and `by_acceptance`: for each of `ACCEPTANCES`, the speed-up over
     plain decoding and the best draft length; length 0 means plain decoding.
     """
-    rows = {}
-    for count, one in costs.items():
-        by_acceptance = {
-            f"{a:g}": dict(zip(("speedup", "k"), at_acceptance(one.rounds, a), strict=True)) for a in ACCEPTANCES
-        }
-        rows[str(count)] = {
+    rows = {
+        str(count): {
             "seconds_per_round": list(one.rounds),
             "draft_step": one.draft,
             "cost": one.ratio,
             "break_even": break_even(one.rounds),
-            "by_acceptance": by_acceptance,
+            "by_acceptance": {
+                f"{a:g}": dict(zip(("speedup", "k"), at_acceptance(one.rounds, a), strict=True)) for a in ACCEPTANCES
+            },
         }
+        for count, one in costs.items()
+    }
     return {"settings": settings, "kind": kind, "parameters": parameters, "rows": rows}
-
-
-def shapes(
-    cfg: PlanConfig, composed: Sequence[TrainConfig], pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
-) -> list[dict[str, Any]]:
-    """Time the draft shapes in `cfg.shapes`, and return one entry of plan.json for each. composed: the settings of
-    `cotrain train` for each shape, from `composed_shape`. pair: the target and its tokenizer. Raises ValueError, which
-    names the key, for a shape that does not fit the target."""
-    return [_timed(cfg, settings, config, pair) for settings, config in zip(cfg.shapes, composed, strict=True)]
 
 
 def composed_shape(settings: str, target: ServedTarget) -> TrainConfig:
@@ -78,9 +69,12 @@ def composed_shape(settings: str, target: ServedTarget) -> TrainConfig:
     return cfg
 
 
-def _timed(
+def timed_shape(
     cfg: PlanConfig, settings: str, config: TrainConfig, pair: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> dict[str, Any]:
+    """Time one of the draft shapes in `cfg.shapes`, and return its entry of plan.json. settings: the shape. config: the
+    settings of `cotrain train` for it, from `composed_shape`. pair: the target and its tokenizer. Raises ValueError,
+    which names the key, for a shape that does not fit the target."""
     target, tokenizer = pair
     words = len(cast(Any, tokenizer))
     student = new_student(config, target, words)
@@ -103,7 +97,7 @@ def _timed(
 
 
 def shape_table(timed: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table of the shapes as text. timed: the entries of plan.json, from `shapes`."""
+    """Return a table of the shapes as text. timed: the entries of plan.json, from `timed_shape`."""
     head = [
         "shape",
         "parameters",

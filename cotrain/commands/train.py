@@ -6,13 +6,12 @@ from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 from cotrain.board import tags
 from cotrain.config.changes import change
 from cotrain.config.settings import TrainConfig
 from cotrain.errors import UserError
-from cotrain.evaluation.comparison import FIGURES, compare, gains_table, left_out, read_runs
+from cotrain.evaluation.comparison import FIGURES, RunFigures, compare, gains_table, left_out, read_runs
 from cotrain.page.html_page import written
 from cotrain.ranks import rank
 from cotrain.run_folder import claim, finished, read_marker, refuse_folder, resumable
@@ -47,9 +46,7 @@ def run(cfg: TrainConfig) -> float | None:
         print(overfit(cfg))
         return None
     _go_on(cfg)
-    settings = cfg.model_dump()
-    for key in ("overwrite", "check", "overfit", "output"):
-        del settings[key]
+    settings = cfg.model_dump(exclude={"overwrite", "check", "overfit", "output"})
     settings["target"]["weights"] = hash_weights(cfg.target.path, cfg.target.adapter)
     if cfg.overwrite and resumable(cfg.output, settings):  # the same command, after it was interrupted
         cfg.overwrite = False
@@ -141,7 +138,7 @@ def swept(outputs: list[str]) -> None:
     reports = {Path(output).name: file for output in outputs if (file := Path(output) / "draft" / REPORT).exists()}
     if len(reports) > 1:
         print(comparison({name: read_json(file) for name, file in reports.items()}))
-    runs: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, list[RunFigures]] = {}
     for output in outputs:
         if (Path(output) / FIGURES).exists():
             for label, report in read_runs(Path(output)).items():

@@ -171,7 +171,8 @@ class EarlyExitDraft(_Started):
     """The rank of the change; 0: no change."""
     bits: Annotated[Bits4 | None, NEW] = None
     """4: weights in 4 bits, which begin as the target's, rounded (GPTQ), and no low-rank change; null: the target's
-    weights. A CPU reads .28 of the bytes of weights in 16 bits, so even all of the target's layers may pay."""
+    weights. A CPU reads .28 of the bytes of weights in 16 bits, so even all of the target's layers may pay; the last
+    ones then stay the target's, in 8 bits."""
     depths: Size | None = 4
     """The number of depths that are trained."""
 

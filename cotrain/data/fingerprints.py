@@ -6,7 +6,7 @@ A fingerprint is a JSON value. Two fingerprints are compared key by key, so a me
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from cotrain.config.settings import flat
 from inference.drafts.compatibility import hash_tokenizer
 from inference.models.pretrained import weights_quantisation, whole_tensor
 from inference.request import ends_of
@@ -120,14 +121,14 @@ def stamps(files: Mapping[str, Path]) -> str:
 def differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return the dotted keys whose values differ between two fingerprints. actual: the stored fingerprint. wanted: the
     fingerprint that is needed now."""
-    old, new = dict(_flat(actual)), dict(_flat(wanted))
+    old, new = _flat(actual), _flat(wanted)
     return [key for key in {**old, **new} if old.get(key) != new.get(key)]
 
 
 def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """Return text that lists the values that differ between two fingerprints. If a value is a hash, only its key is
     listed. actual: the stored fingerprint. wanted: the fingerprint that is needed now."""
-    old, new = dict(_flat(actual)), dict(_flat(wanted))
+    old, new = _flat(actual), _flat(wanted)
     parts = []
     for key in differences(actual, wanted):
         values = (old.get(key), new.get(key))
@@ -139,12 +140,9 @@ def said_differences(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> st
     return "; ".join(parts)
 
 
-def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{before}{key}.")
-        else:
-            yield f"{before}{key}", value
+def _flat(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return the values by dotted key, those of nested dictionaries unless these are empty."""
+    return {key: value for key, value in flat(values) if not isinstance(value, dict) or not value}
 
 
 def _adapter(model: PreTrainedModel) -> str | None:

@@ -11,7 +11,7 @@ import datasets
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cotrain.data.splits import shared
+from cotrain.data.splits import Prompt, shared
 
 Row = dict[str, Any]  # with the keys of training_texts.FEATURES
 BATCH = 1000  # texts that are tokenized at once
@@ -51,7 +51,7 @@ class PromptRows:
         said = f"data.path: of {len(sizes)} prompts of the split {split}, {' and '.join(reasons)}; these are left out"
         return said if reasons else ""
 
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, Prompt]]:
         """Return pairs (domain, token ids of a prompt): at most `count` per domain, chosen at random from the prompts
         with at most `tokens` tokens. seed: of this choice. Raises ValueError if a domain has no such prompt."""
         chosen = self.chosen(count, tokens, seed)
@@ -76,22 +76,21 @@ class PromptRows:
         domains = sorted({row["domain"] for row in fitting})
         return [row for domain in domains for row in [one for one in fitting if one["domain"] == domain][:count]]
 
-    def each(self, tokens: int) -> list[list[int]]:
+    def each(self, tokens: int) -> list[Prompt]:
         """Return the token ids of each row's prompt, in order. A prompt with more than `tokens` tokens becomes []."""
         return [row["prompt"] if len(row["prompt"]) <= tokens else [] for row in self.rows]
 
-    def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
+    def without(self, learnt: Sequence[Prompt], tokens: int) -> Self:
         """Return the rows whose prompt shares no prefix with a training prompt: neither is equal to the other or begins
         with it (`splits.shared`). A remark counts the rows left out.
 
         learnt: token ids of the training prompts. tokens: a prompt with more tokens is not compared, and its row stays.
         Raises ValueError if no row remains.
         """
-        common = _common(self.each(tokens), learnt, tokens)
-        rest = [row for row, shared in zip(self.rows, common, strict=True) if not shared]
-        return replace(self, rows=rest, remarks=(*self.remarks, *_apart(common, tokens)))
+        places, remarks = _apart(self.each(tokens), learnt, tokens)
+        return replace(self, rows=[self.rows[place] for place in places], remarks=(*self.remarks, *remarks))
 
-    def several(self, tokens: int, seed: int) -> list[list[int]]:
+    def several(self, tokens: int, seed: int) -> list[Prompt]:
         """Return the token ids of all prompts with at most `tokens` tokens, in random order. seed: of the order. Raises
         ValueError if there is no such prompt."""
         fitting = self._fitting(tokens, seed)
@@ -138,16 +137,11 @@ class TextStarts:
     def __len__(self) -> int:
         return len(self.starts)
 
-    def left_out(self, tokens: int, split: str, key: str = "rollout.prompt_tokens") -> str:
-        """Return "": no text is left out, since long ones are cut. No argument has an effect; `PromptRows` has the same
-        method."""
-        return ""
-
     def covered(self, tokens: int) -> bool:
         """Return True, since texts are cut to any number of tokens."""
         return True
 
-    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
+    def prompts(self, count: int, tokens: int, seed: int) -> list[tuple[str, Prompt]]:
         """Return pairs (domain, token ids of a prompt): at most `count` per domain, of texts chosen at random. tokens:
         the most tokens of a prompt. seed: of the choice."""
         generator, prompts = torch.Generator().manual_seed(seed), []
@@ -159,22 +153,21 @@ class TextStarts:
             prompts += [(domain, ids[:tokens]) for ids in encoded(texts, self.tokenizer)]
         return prompts
 
-    def each(self, tokens: int) -> list[list[int]]:
+    def each(self, tokens: int) -> list[Prompt]:
         """Return the token ids of each text's prompt, at most `tokens` of each, in the order of the texts."""
         return [ids[:tokens] for ids in encoded(self.starts["text"], self.tokenizer)]
 
-    def without(self, learnt: Sequence[list[int]], tokens: int) -> Self:
+    def without(self, learnt: Sequence[Prompt], tokens: int) -> Self:
         """Return the texts whose prompt shares no prefix with a training prompt: neither is equal to the other or
         begins with it (`splits.shared`). A remark counts the texts left out.
 
         learnt: token ids of the training prompts. tokens: the most tokens of a prompt. Raises ValueError if no text
         remains.
         """
-        common = _common(self.each(tokens), learnt, tokens)
-        rest = self.starts.select([place for place, shared in enumerate(common) if not shared])
-        return replace(self, starts=rest, remarks=(*self.remarks, *_apart(common, tokens)))
+        places, remarks = _apart(self.each(tokens), learnt, tokens)
+        return replace(self, starts=self.starts.select(places), remarks=(*self.remarks, *remarks))
 
-    def several(self, tokens: int, seed: int) -> list[list[int]]:
+    def several(self, tokens: int, seed: int) -> list[Prompt]:
         """Return the token ids of all prompts, in random order. tokens: the most tokens of a prompt. seed: of the
         order."""
         order = torch.randperm(len(self.starts), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -203,14 +196,17 @@ def said_of_rows(sources: Mapping[str, Source], tokens: int, key: str = "rollout
     sources: keyed by split. tokens: the most tokens of a prompt. key: the setting whose value is `tokens`.
     """
     lines = [line for source in sources.values() for line in source.remarks]
-    left_out = (source.left_out(tokens, split, key) for split, source in sources.items())
+    left_out = (
+        source.left_out(tokens, split, key) for split, source in sources.items() if isinstance(source, PromptRows)
+    )
     return [*dict.fromkeys(lines), *filter(None, left_out)]
 
 
-def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: int) -> list[bool]:
-    """Return, for each prompt, whether it shares a prefix with a training prompt: one is equal to the other or begins
-    with it. prompts, learnt: token ids of each prompt and of each training prompt. tokens: the most tokens of a prompt,
-    for the message. Raises ValueError if all prompts do."""
+def _apart(prompts: Sequence[Prompt], learnt: Sequence[Prompt], tokens: int) -> tuple[list[int], list[str]]:
+    """Return the indices of the prompts that share no prefix with a training prompt (neither is equal to the other or
+    begins with it), and a line for the user that counts the others; [] if there are none. prompts, learnt: token ids of
+    each prompt and of each training prompt. tokens: the most tokens of a prompt, for the messages. Raises ValueError if
+    no prompt is left."""
     both = {tuple(prompt) for prompt in shared([one for one in prompts if one], [one for one in learnt if one])}
     common = [tuple(prompt) in both for prompt in prompts]
     if all(common):
@@ -218,14 +214,11 @@ def _common(prompts: Sequence[list[int]], learnt: Sequence[list[int]], tokens: i
             f"data.path: all {len(common)} held-out prompts begin like training prompts (their first {tokens} tokens "
             "are compared): give more texts, or raise rollout.prompt_tokens= (for cotrain bench, bench.prompt_tokens=)"
         )
-    return common
-
-
-def _apart(common: Sequence[bool], tokens: int) -> list[str]:
-    return [
+    remark = (
         f"data.path: {sum(common)} of {len(common)} held-out prompts are left out, because they begin like training "
         f"prompts (their first {tokens} tokens are compared)"
-    ] * any(common)
+    )
+    return [place for place, alike in enumerate(common) if not alike], [remark] * any(common)
 
 
 def encoded(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:

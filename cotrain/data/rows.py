@@ -8,7 +8,7 @@ import json
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -243,9 +243,7 @@ def decoded(who: str, value: Any) -> Any:
 def _answer(left: dict[str, Any]) -> list[Message]:
     """Return the messages of the completion in a row, or [] if there is none. left: the row's values by column; columns
     of the completion are removed from it, in place. Raises ValueError if two such columns have different content."""
-    given = {name: left[name] for name in COMPLETION if name in left}
-    for name in given:
-        del left[name]
+    given = {name: left.pop(name) for name in COMPLETION if name in left}
     first, *others = given.items() or [("", "")]
     if differs := [name for name, value in others if value != first[1]]:
         raise ValueError(f"its columns {first[0]} and {differs[0]} differ: leave one out")
@@ -370,10 +368,9 @@ def _counted(columns: Mapping[str, int], rows: int) -> str:
     return _line(", ".join(name if count == rows else f"{name} ({count})" for name, count in columns.items()))
 
 
-def of_one_kind(rows: Iterable[DataRow], skipped: Skipped) -> list[DataRow]:
+def of_one_kind(rows: list[DataRow], skipped: Skipped) -> list[DataRow]:
     """Return the rows if all are texts or none is. Otherwise return only the prompts and conversations, and add each
     text to `skipped`, in place."""
-    rows = list(rows)
     if all(row.text for row in rows):
         return rows
     for row in rows:

@@ -82,12 +82,10 @@ def embedded_pairs(max_bytes: dict[str, int], split: str) -> datasets.Dataset:
 
 
 def _pairs(max_bytes: dict[str, int], split: str) -> Iterator[SequencePair]:
-    if size := max_bytes.get("code", 0):
-        for document in embedded("code", split, size):
-            yield from functions(document.text)
-    if size := max_bytes.get("records", 0):
-        for document in embedded("records", split, size):
-            yield from sentences(document.text)
+    for corpus, pairs_in in (("code", functions), ("records", sentences)):
+        if size := max_bytes.get(corpus, 0):
+            for document in embedded(corpus, split, size):
+                yield from pairs_in(document.text)
 
 
 def functions(source: str) -> Iterator[SequencePair]:
@@ -146,25 +144,18 @@ def sentence(record: dict[str, Any], rng: random.Random) -> str:
         return _reading(record, rng)
     if "service" in record:
         return _event(record, rng)
-    return _person(record, rng)
-
-
-def _person(record: dict[str, Any], rng: random.Random) -> str:
     return rng.choice(PERSON).format(**record)
 
 
 def _order(record: dict[str, Any], rng: random.Random) -> str:
-    lines = _list([f"{line['quantity']} {line['sku']} at {line['price']}" for line in record["lines"]])
-    tags = f", {_list(record['tags'])}" if record["tags"] else ""
-    paid = "has been paid" if record["paid"] else "is not paid yet"
     words = {
         "who": record["customer"]["name"],
         "day": _day(record["date"]),
         "number": record["order"],
-        "lines": lines,
+        "lines": _list([f"{line['quantity']} {line['sku']} at {line['price']}" for line in record["lines"]]),
         "total": record["total"],
-        "tags": tags,
-        "paid": paid,
+        "tags": f", {_list(record['tags'])}" if record["tags"] else "",
+        "paid": "has been paid" if record["paid"] else "is not paid yet",
     }
     return rng.choice(ORDER).format(**words)
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import Dataset, Sampler
 
 COLUMNS = 32  # batches have few widths, so that a GPU finds free blocks of the same sizes
@@ -77,7 +78,6 @@ class Texts:
         """Return the texts with the indices `chosen`, in this order."""
         at = torch.tensor(chosen, dtype=torch.int64)
         ids, places, source, _ = self.read(at)
-        temperature = self.temperature.expand(len(self))[at]
         return replace(
             self,
             ids=ids,
@@ -85,7 +85,7 @@ class Texts:
             length=self.length[at],
             position_ids=places,
             domain=[self.domain[row] for row in chosen],
-            temperature=temperature,
+            temperature=self.temperature.expand(len(self))[at],
             source=source,
         )
 
@@ -136,21 +136,20 @@ def none() -> Texts:
 def joined_texts(sets: Sequence[Texts]) -> Texts:
     """Return the texts of several sets as one set, in the order of the sets, padded on the right to the longest. All
     sets must have the same `whole`, and no packed texts: position_ids of the result is None."""
-    width = max(texts.ids.shape[1] for texts in sets)
-    ids = torch.cat([torch.nn.functional.pad(texts.ids, (0, width - texts.ids.shape[1])) for texts in sets])
+    ids = joined_rows([texts.ids for texts in sets], 0)
     prompt, length = (torch.cat([getattr(texts, name) for texts in sets]) for name in ("prompt", "length"))
     temperature = torch.cat([texts.temperature.expand(len(texts)) for texts in sets])
     domains = [domain for texts in sets for domain in texts.domain]
     sources = [texts.source for texts in sets if texts.source is not None]
-    source = widened_sources(sources) if sources else None
+    source = joined_rows(sources, NO_ID) if sources else None
     return Texts(ids, prompt, length, domains, None, temperature, sets[0].whole, source)
 
 
-def widened_sources(sources: Sequence[Tensor]) -> Tensor:
-    """Return the rows of several tensors as one tensor (N, S), padded on the right with `NO_ID`. sources: encoder
-    inputs, tensors (Ni, Si) with different numbers of rows and columns."""
-    width = max(part.shape[1] for part in sources)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=NO_ID) for part in sources])
+def joined_rows(rows: Sequence[Tensor], padding: int) -> Tensor:
+    """Return the rows of several tensors as one tensor (N, S), padded on the right with the id `padding`. rows: token
+    ids, tensors (Ni, Si) with different numbers of rows and columns."""
+    width = max(part.shape[1] for part in rows)
+    return torch.cat([pad(part, (0, width - part.shape[1]), value=padding) for part in rows])
 
 
 def shared_texts(texts: Texts, shares: Mapping[str, float]) -> Texts:

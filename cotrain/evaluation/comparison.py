@@ -119,7 +119,7 @@ class Gain:
     high: float
 
 
-def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+def read_runs(folder: Path) -> dict[str, list[RunFigures]]:
     """Return the figures of all runs in a folder, as label -> list of the runs' figures, ordered by seed. Raises
     UserError if there are none.
 
@@ -165,7 +165,7 @@ def _settings_of(folder: Path) -> dict[str, Any]:
     }
 
 
-def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, str]:
+def left_out(runs: dict[str, list[RunFigures]], baseline: str) -> dict[str, str]:
     """Return, by label, why `compare` leaves out the runs with this label. runs: label -> the figures of its runs, from
     `read_runs`. baseline: the label to compare with, or a part that only this label has."""
     baseline = named(baseline, runs)
@@ -190,7 +190,7 @@ def left_out(runs: dict[str, list[dict[str, Any]]], baseline: str) -> dict[str, 
     return reasons
 
 
-def compare(runs: dict[str, list[dict[str, Any]]], baseline: str) -> list[Gain]:
+def compare(runs: dict[str, list[RunFigures]], baseline: str) -> list[Gain]:
     """Return the gain of every label over the baseline, for each k in `DEPTHS` and each temperature that all runs of
     both labels have.
 
@@ -275,7 +275,7 @@ def _settings(label: str) -> set[str]:
     return {*parts, *(part.partition("=")[2] for part in parts)}
 
 
-def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str, k: int) -> Gain:
+def _gain(label: str, mine: Sequence[RunFigures], base: Sequence[RunFigures], temperature: str, k: int) -> Gain:
     pairs, common = _rows(mine, base, temperature)
     lengths, ours, theirs = np.array(
         [
@@ -290,26 +290,30 @@ def _gain(label: str, mine: Sequence[dict[str, Any]], base: Sequence[dict[str, A
     ratios = [theirs[np.ix_(s, t)].sum() / ours[np.ix_(s, t)].sum() - 1 for s, t in draws]
     low, high = np.quantile(ratios, [0.025, 0.975])
     like = {name: float(np.mean([run["texts"][temperature][name] for run in mine])) for name in LIKE}
-    tau, gain = float(lengths.sum() / ours.sum()), float(theirs.sum() / ours.sum() - 1)
     return Gain(
-        label, temperature, k, seeds, len(common[0]), **like, tau=tau, gain=gain, low=float(low), high=float(high)
+        label,
+        temperature,
+        k,
+        seeds,
+        texts,
+        **like,
+        tau=float(lengths.sum() / ours.sum()),
+        gain=float(theirs.sum() / ours.sum() - 1),
+        low=float(low),
+        high=float(high),
     )
 
 
 def _rows(
-    mine: Sequence[dict[str, Any]], base: Sequence[dict[str, Any]], temperature: str
+    mine: Sequence[RunFigures], base: Sequence[RunFigures], temperature: str
 ) -> tuple[list[tuple[Any, Any]], list[list[tuple[int, int]]]]:
     """Return two lists: the pairs of runs' figures at a temperature, and for each pair the rows (i, j) of the texts
-    that both runs have, equally many for all pairs. mine, base: the runs of one label and of the baseline."""
-    pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in paired(mine, base)]
-    return pairs, _aligned(pairs)
-
-
-def paired(mine: Sequence[RunFigures], base: Sequence[RunFigures]) -> list[tuple[RunFigures, RunFigures]]:
-    """Return pairs of runs with the same seed, one of `mine` and one of `base`. If the two sides have no seed in
-    common, pair them in the order of their seeds."""
+    that both runs have, equally many for all pairs. mine, base: the runs of one label and of the baseline, paired by
+    seed. If the two sides have no seed in common, they are paired in the order of their seeds."""
     ours, theirs = map(_by_seed, (mine, base))
-    return [(ours[key], theirs[key]) for key in ours if key in theirs] or list(zip(mine, base, strict=False))
+    runs = [(ours[key], theirs[key]) for key in ours if key in theirs] or zip(mine, base, strict=False)
+    pairs = [(one["texts"][temperature], two["texts"][temperature]) for one, two in runs]
+    return pairs, _aligned(pairs)
 
 
 def _by_seed(runs: Sequence[RunFigures]) -> dict[tuple[Any, int], RunFigures]:
@@ -337,7 +341,7 @@ def _aligned(pairs: Sequence[tuple[RunFigures, RunFigures]]) -> list[list[tuple[
     return [[rows[n * len(rows) // count] for n in range(count)] for rows in common]
 
 
-def _common(one: dict[str, Any], two: dict[str, Any]) -> list[tuple[int, int]]:
+def _common(one: RunFigures, two: RunFigures) -> list[tuple[int, int]]:
     """Return the rows (i, j) of the texts that two runs have in common. For runs without stored hashes, all texts are
     in common if all lengths are equal, and none otherwise."""
     if "hashes" not in one or "hashes" not in two:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cotrain.console import Counter
 from cotrain.evaluation.held_out import HeldOut
 from cotrain.evaluation.profile import positions, served_log_probs
 from cotrain.losses import divergences
@@ -15,12 +16,12 @@ from cotrain.teacher.target_model import Head
 
 WORST, LIKELIEST, SHOWN = 12, 3, 48  # numbers of positions, of tokens per distribution, and of tokens before a position
 PARTS = 20  # number of steps of the Lorenz curve
-Decode = Callable[[Sequence[int]], str]
+Decode = Callable[[list[int]], str]
 
 
 @torch.no_grad()
 def divergence(
-    held: HeldOut, student: Student, head_target: Head, decode: Decode, read: Callable[[int], None] | None = None
+    held: HeldOut, student: Student, head_target: Head, decode: Decode, read: Counter | None = None
 ) -> dict[str, Any]:
     """Return figures of the total variation 1 - sum_v min(p, q) on held-out texts. Both distributions have the
     temperature of these texts. If the draft's distribution depends on the depth, the figures are for the first drafted
@@ -81,15 +82,13 @@ def _as_text(held: HeldOut, row: int, position: dict[str, Any], decode: Decode) 
     """Return a position as an entry of the report, with its tokens decoded. row: the text's index. position: an entry
     of `worst` in `divergence`; its "at" is the number of tokens before it."""
     ids, at = held.texts.ids[row].tolist(), position["at"]  # number of tokens before it
-
-    def tokens(side: str) -> list[dict[str, Any]]:
-        return [{"text": decode([token]), "p": p, "q": q} for token, p, q in position[side]]
-
     return {
         "tv": position["tv"],
         "domain": held.texts.domain[row],
         "before": decode(ids[max(at - SHOWN, 0) : at]),
         "next": decode([ids[at]]),
-        "target": tokens("target"),
-        "draft": tokens("draft"),
+        **{
+            side: [{"text": decode([token]), "p": p, "q": q} for token, p, q in position[side]]
+            for side in ("target", "draft")
+        },
     }

@@ -4,14 +4,15 @@ All figures come from one teacher-forced pass. They are unbiased only for texts 
 texts, T tokens of the longest text, L sampled tokens of the longest, K depths, D width, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cotrain.acceptance import expected_calls, l_from, tau
+from cotrain.console import Counter
 from cotrain.data.texts import Texts
 from cotrain.losses.chunked import CHUNK, Comparison, TargetDistributions, Truncate, compared
 from cotrain.losses.guess import draftable
@@ -148,9 +149,7 @@ def held_out(
     return HeldOut(texts, states, temperature, truncate)
 
 
-def evaluate(
-    held: HeldOut, student: Student, head_target: Head, scored: Callable[[int], None] | None = None
-) -> dict[str, Scores]:
+def evaluate(held: HeldOut, student: Student, head_target: Head, scored: Counter | None = None) -> dict[str, Scores]:
     """Return the draft's scores on held-out texts, keyed by domain in alphabetical order, and last those of all texts
     together, under "all". head_target: the target's head, states (n, D) -> logits (n, V). scored: a function that is
     called after each batch with its number of texts."""
@@ -183,11 +182,13 @@ def figures(by_domain: dict[str, Scores]) -> dict[str, float]:
     alone = [scores.alpha for domain, scores in by_domain.items() if domain != "all"] or [by_domain["all"].alpha]
     named: dict[str, float] = {"alpha/worst": min(alone)}
     for domain, scores in by_domain.items():
-        named[f"alpha/{domain}"] = scores.alpha
-        named[f"alpha_greedy_draft/{domain}"] = scores.alpha_greedy
-        named[f"kl/{domain}"] = scores.kl
-        named[f"entropy/{domain}"] = scores.entropy
-        named[f"calibration_error/{domain}"] = scores.calibration
+        named |= {
+            f"alpha/{domain}": scores.alpha,
+            f"alpha_greedy_draft/{domain}": scores.alpha_greedy,
+            f"kl/{domain}": scores.kl,
+            f"entropy/{domain}": scores.entropy,
+            f"calibration_error/{domain}": scores.calibration,
+        }
         for name, values in by_depth(scores).items():
             named |= {f"{name}/{domain}/{depth}": value for depth, value in enumerate(values, 1)}
     return named
@@ -216,7 +217,7 @@ def score(
     student: Student,
     head_target: Head,
     batch: int = 16,
-    scored: Callable[[int], None] | None = None,
+    scored: Counter | None = None,
 ) -> Scores:
     """Return the scores of one domain's texts, from one teacher-forced pass of the draft. head_target: states (n, D) ->
     logits (n, V). batch: texts per pass. scored: a function that is called after each batch with its number of texts.
@@ -253,7 +254,7 @@ def _compared(held: HeldOut, at: Tensor, student: Student, head_target: Head) ->
     """
     guesses, record = guessed(held, at, student)
     ids = held.texts.ids[at].to(student.network.device)
-    mask = torch.nn.functional.pad(held.texts.predicted[at], (0, 1))
+    mask = pad(held.texts.predicted[at], (0, 1))
     following = ids.roll(-1, 1)
     target: TargetDistributions = FromStates(record[LAST], head_target)
     options: dict[str, Any] = {"temperature": held.temperature, "truncate": held.truncate}
@@ -301,7 +302,7 @@ def _pooled(parts: list[Scores]) -> Scores:
     width = max(part.l.shape[1] for part in parts)
 
     def joined(rs: list[Tensor]) -> Tensor:
-        return torch.cat([torch.nn.functional.pad(r, (0, 0) * (r.ndim - 2) + (0, width - r.shape[1])) for r in rs])
+        return torch.cat([pad(r, (0, 0) * (r.ndim - 2) + (0, width - r.shape[1])) for r in rs])
 
     means = [[part.alpha, part.alpha_greedy, part.kl, part.entropy] for part in parts]
     tensors = ([getattr(part, name) for part in parts] for name in ("l", "r_greedy", "confidence"))

@@ -8,7 +8,7 @@ N tokens in all texts, M texts, T tokens of the longest text.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cotrain.data.texts import Texts
+from cotrain.evaluation.divergence import Decode
 from cotrain.losses import divergences
 from cotrain.losses.chunked import chunk_positions
 from cotrain.teacher.target_model import Head, Reader
@@ -120,7 +121,7 @@ def student_quantile(confidence: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(float(angle[at + 1]))
 
 
-def movement_figures(one: Movement, confidence: float, decode: Callable[[list[int]], str]) -> dict[str, Any]:
+def movement_figures(one: Movement, confidence: float, decode: Decode) -> dict[str, Any]:
     """Return the figures of a movement for reports: KL in both directions (mean, bound, 99.9th percentile), also by
     domain; how often both targets have the same most probable token; and how the KL is distributed over tokens.
 
@@ -162,7 +163,7 @@ def _lorenz(kl: Tensor) -> dict[str, float]:
     }
 
 
-def _most_moved(one: Movement, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+def _most_moved(one: Movement, decode: Decode) -> list[dict[str, Any]]:
     """Return the `TOP` token ids with the largest KL, summed over the positions that predict them, as entries of the
     report. decode: token ids -> text."""
     size = int(one.token.max()) + 1

@@ -6,13 +6,14 @@ N tokens in all texts, n positions of a chunk, D width, V vocabulary.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cotrain.console import Counter
 from cotrain.evaluation.held_out import HeldOut, guessed
 from cotrain.losses import divergences
 from cotrain.losses.chunked import CHUNK, log_probs, served_logs
@@ -31,7 +32,7 @@ def profile(
     held: HeldOut,
     student: Student,
     head_target: Head,
-    read: Callable[[int], None] | None = None,
+    read: Counter | None = None,
     drafting: Sequence[float] = DRAFTING,
 ) -> dict[str, Any]:
     """Return alpha = sum_v min(p, q) on held-out texts of one target temperature, in two ways. `by_draft_temperature`:
@@ -76,7 +77,7 @@ def served_log_probs(logits: Tensor, temperature: float, held: HeldOut) -> Tenso
 
 
 def positions(
-    held: HeldOut, student: Student, read: Callable[[int], None] | None = None, batch: int = 16
+    held: HeldOut, student: Student, read: Counter | None = None, batch: int = 16
 ) -> Iterator[tuple[Tensor, Guess, Tensor, Tensor]]:
     """Yield chunks of n positions that predict sampled tokens: the target's states (n, D), the student's guess there
     for the first depth, the number of tokens up to and including each position (n,), and the index of each position's

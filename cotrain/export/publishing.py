@@ -127,7 +127,7 @@ def planned_anew(
     if same and markov:
         return written, []
     # a hybrid's report is of its model without look-up
-    report = json_if_any(Path(source) / REPORT) if not measured.kind.startswith("hybrid") else {}
+    report = json_if_any(Path(source) / REPORT) if measured.kind != "hybrid" else {}
     costs = (report.get("extra") or {}).get("costs")
     seconds = Costs(**costs).rounds if costs else ()
     taus = _taus(report, written, way, markov)

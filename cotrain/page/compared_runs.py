@@ -2,7 +2,6 @@
 are the same."""
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from cotrain.evaluation.comparison import Gain, compare, left_out
 from cotrain.page.loaded_run import LoadedRun, Number
 from cotrain.page.rendering import (
     Chart,
+    Rows,
     Section,
     Series,
     drawn,
@@ -27,9 +27,8 @@ from cotrain.page.run_charts import SeriesOf, figures_by_depth, speedups
 def comparison_section(runs: Sequence[LoadedRun]) -> Section:
     """Return the section that compares the runs: charts, a table of settings, and the gains over the first run. With
     fewer than two runs it has no body."""
-    lacking = "one run: name more with run=<folder> run=<folder>"
     if len(runs) < 2:
-        return Section("runs", "Runs compared", None, lacking)
+        return Section("runs", "Runs compared", None, "one run: name more with run=<folder> run=<folder>")
     charts = [
         Chart(f"runs-{name}", *axes, [one for run in runs for one in series(run)], **look)
         for series, name, axes, look in CHARTS
@@ -82,7 +81,7 @@ CHARTS: tuple[tuple[SeriesOf, str, tuple[str, str, str], dict[str, Any]], ...] =
 def _settings(runs: Sequence[LoadedRun]) -> Markup | None:
     """Return a table of the settings in which runs usually differ, read from each run's files; None if no run has
     any."""
-    rows: list[list[object]] = []
+    rows: Rows = []
     for name, paths in SETTINGS:
         cells = [next((value for path in paths if (value := run.get(*path)) is not None), None) for run in runs]
         if any(cell is not None for cell in cells):
@@ -115,14 +114,12 @@ def _gains(runs: Sequence[LoadedRun]) -> Markup:
     judged = [run for run in runs if run.documents["held_out"]]
     if len(judged) < 2:
         return Markup('<p class="note">No paired gains: fewer than two runs stored held-out figures by text.</p>')
-    labels = defaultdict(list)
-    for run in judged:
-        labels[f"{run.name} ({run.number + 1})"].append(run.documents["held_out"])
+    labels = {f"{run.name} ({run.number + 1})": [run.documents["held_out"]] for run in judged}
     baseline = next(iter(labels))
-    gains, absent = compare(dict(labels), baseline), left_out(dict(labels), baseline)
+    gains, absent = compare(labels, baseline), left_out(labels, baseline)
     notes = (Markup('<p class="note">No paired gains of {}: {}.</p>').format(*one) for one in absent.items())
-    rows: list[list[object]] = [_row(gain) for gain in gains if gain.label != baseline]
-    head: list[object] = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]
+    rows = [_row(gain) for gain in gains if gain.label != baseline]
+    head = ["", "tau", "gain", "acceptance", "KL (nats)", "calibration error"]
     return html_table(head, rows, f"tau over {baseline}, paired by text, 95 % intervals") + Markup("").join(notes)
 
 

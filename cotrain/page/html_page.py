@@ -66,7 +66,7 @@ def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
     """Write the page about `runs` to the file `path`, atomically. Raises UserError if `path` is a folder, or a file of
     another program."""
     refuse_path(path)
-    write_atomic(path, page(runs).encode("utf-8", "replace").decode("utf-8"))
+    write_atomic(path, page(runs).encode(errors="replace").decode())
 
 
 def written(folder: Path) -> Path:

@@ -170,7 +170,7 @@ def _load(number: int, path: Path) -> LoadedRun:
         several = (
             "several runs are typed one by one, as in run=a run=b"
             if set("[,") & set(str(path))
-            else ("name a folder that was output= of cotrain train or bench")
+            else "name a folder that was output= of cotrain train or bench"
         )
         raise UserError(f"run={path} does not exist: {several}")
     folder = path if path.is_dir() else path.parent

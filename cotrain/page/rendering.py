@@ -21,6 +21,7 @@ from markupsafe import Markup
 from cotrain.page.loaded_run import LoadedRun, Number
 
 ASSETS = Path(__file__).resolve().parent / "assets"
+Rows = list[list[object]]  # cells of a table
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
@@ -60,7 +61,7 @@ _ENVIRONMENT = Environment(
     loader=FileSystemLoader(ASSETS), autoescape=True, finalize=escaped, undefined=StrictUndefined, extensions=[_Compact]
 )
 _ENVIRONMENT.filters |= {"json": as_json, "formatted": format, "exact": repr}
-_PARTS: Any = _ENVIRONMENT.get_template("parts.html").module
+_PARTS: Any = _ENVIRONMENT.get_template("parts.html").module  # macros, which return markup
 
 
 def render(template: str, **values: Any) -> Markup:
@@ -76,19 +77,19 @@ def joined(*parts: object) -> Markup:
 def number(value: Number, spec: str = ".3f") -> Markup:
     """Return a number as text that refers to its source, or a dash if its value is None. spec: Python's format
     specification."""
-    return Markup(_PARTS.number(value, spec))
+    return _PARTS.number(value, spec)
 
 
 def interval(ends: Sequence[Number], spec: str = ".2f", unit: str = "x") -> Markup:
     """Return text such as `2.05x [1.70, 2.40]`. ends: value, low and high. If low and high are not known, the text has
     only the value. spec: Python's format specification. unit: the text after the value."""
-    return Markup(_PARTS.interval(*ends, spec, unit))
+    return _PARTS.interval(*ends, spec, unit)
 
 
 def html_table(head: Sequence[object], rows: Sequence[Sequence[object]], caption: object = None) -> Markup:
     """Return a table. head: the titles of the columns. rows: lists of cells; the first cell is the row's name. caption:
     a text above the table, or None. In a narrow window the table scrolls, not the page."""
-    return Markup(_PARTS.table(head, rows, caption))
+    return _PARTS.table(head, rows, caption)
 
 
 @dataclass(frozen=True)
@@ -151,11 +152,11 @@ class Chart:
     spec: str = ".3f"
     range: Sequence[float] = ()
 
-    def rows(self) -> tuple[list[object], list[list[object]]]:
+    def rows(self) -> tuple[list[object], Rows]:
         """Return the head and the rows of the table of all numbers, with a row for each x and a column for each
         series."""
         columns = [{x: i for i, x in enumerate(one.x)} for one in self.series]
-        rows: list[list[object]] = [
+        rows: Rows = [
             [x, *(_cell(one, at.get(x), self.spec) for one, at in zip(self.series, columns, strict=True))]
             for x in dict.fromkeys(x for one in self.series for x in one.x)
         ]
@@ -214,7 +215,7 @@ def by_run(runs: Sequence[LoadedRun], parts: Sequence[Part]) -> Markup | None:
         grid = drawn([one for one in content if isinstance(one, Chart)])
         if body := joined(grid, *(one for one in content if isinstance(one, Markup))):
             bodies.append((run.name if len(runs) > 1 else None, body))
-    return Markup(_PARTS.by_run(bodies)) if bodies else None
+    return _PARTS.by_run(bodies) if bodies else None
 
 
 def numbered_series(name: str, values: Sequence[Number], first: int = 1, **look: Any) -> list[Series]:

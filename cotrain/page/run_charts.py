@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from cotrain.board import tags
 from cotrain.page.loaded_run import LoadedRun, Number, thinned
-from cotrain.page.rendering import Chart, Part, Series, drawn, interval, joined, number, numbered_series, render
+from cotrain.page.rendering import Chart, Part, Rows, Series, drawn, interval, joined, number, numbered_series, render
 from cotrain.page.run_details import differences_section, exactness, origin, replay
 
 SeriesOf = Callable[[LoadedRun], Sequence[Series]]
@@ -161,11 +161,11 @@ def crossing(run: LoadedRun, temperature: float) -> Markup:
     return joined(f"plain decoding is faster from {lost[0]} rows{before}")
 
 
-def _arms(run: LoadedRun) -> list[list[object]]:
+def _arms(run: LoadedRun) -> Rows:
     """Return one table row for each temperature, number of rows and engine that were timed. Columns, as text: title,
     tokens per second, speed-up over plain decoding, tau, speed-up without prefill as a share of the allowed one, and
     the hardware's least time for a round (plain decoding: a step) as a share of the measured time."""
-    rows: list[list[object]] = []
+    rows: Rows = []
     for index, t, count in cells(run):
         base = ("report", "extra", "matrix", index)
         for name in run.get(*base, "arms"):

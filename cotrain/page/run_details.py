@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from cotrain.config.settings import flat
 from cotrain.page.loaded_run import LoadedRun, Number
-from cotrain.page.rendering import Chart, Series, drawn, escaped, render
+from cotrain.page.rendering import Chart, Rows, Series, drawn, escaped, render
 
 KEYS = (
     "Keys: space plays and pauses, ← → step, ↑ ↓ change the row, - and + the speed, shift with an arrow turns the "
@@ -105,12 +105,12 @@ def exactness(run: LoadedRun) -> Markup | None:
 def origin(run: LoadedRun) -> Markup | None:
     """Return machine, versions, date, commit, command and settings of the run, as far as they are known."""
     environment = run.get("report", "environment") or run.get("held_out", "environment") or {}
-    machine: list[list[object]] = [["folder", str(run.path)], *_rows(environment)]
+    machine: Rows = [["folder", str(run.path)], *_rows(environment)]
     if weights := run.get("report", "extra", "target_quantisation"):
         machine.append(["the target's weight quantisation", weights])
     parts = [(name, _rows(values)) for name, path in PARTS if (values := run.get(*path))]
     return render("origin.html", machine=machine, remarks=run.get("report", "extra", "said") or [], parts=parts)
 
 
-def _rows(values: dict[str, Any]) -> list[list[object]]:
+def _rows(values: dict[str, Any]) -> Rows:
     return [[key, "–" if value is None else str(value)] for key, value in flat(values) if not isinstance(value, dict)]

@@ -18,6 +18,7 @@ from inference.servers.openai_client import Completion
 WINDOW = 512  # prompts that are sorted by length
 CALL = 4  # times the sampler's rows in a call, unless time is short: a row that ends leaves its place to the next
 SEEDS = 2**32  # more than a set has keys, so each (seed, key) gives another number
+Ids = list[list[int]]  # token ids of each prompt or text
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,7 @@ class Sampler(Protocol):
     @property
     def rows(self) -> int: ...
 
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
+    def __call__(self, prompts: Ids, sampling: Sampling, new_tokens: int, seed: int, keys: list[int]) -> Ids:
         """Return the new token ids for each prompt, including the end token that ended a text.
 
         prompts: token ids of each. sampling: the regime. new_tokens: the most tokens in a continuation. seed, keys: fix
@@ -68,9 +67,7 @@ class Own:
     def rows(self) -> int:
         return self.engine.rows
 
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
+    def __call__(self, prompts: Ids, sampling: Sampling, new_tokens: int, seed: int, keys: list[int]) -> Ids:
         out = self.engine.generate(prompts, max_new_tokens=new_tokens, sampling=sampling, seed=seed, ids=keys)
         for message in filter(None, out.errors):  # else the part before the error would pass for a whole text
             raise UserError(f"the target cannot continue a prompt, {message}")
@@ -95,14 +92,12 @@ class Remote:
     rows: int
     ends: frozenset[int]
 
-    def __call__(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, seed: int, keys: list[int]
-    ) -> list[list[int]]:
+    def __call__(self, prompts: Ids, sampling: Sampling, new_tokens: int, seed: int, keys: list[int]) -> Ids:
         asked: Any = prompts if self.client.sends_ids else [self._asked(prompt) for prompt in prompts]
         sent = [i for i, prompt in enumerate(asked) if prompt is not None]
         seeds = [seed * SEEDS + keys[i] for i in sent]
         answers = self.client.complete([asked[i] for i in sent], new_tokens, sampling, seeds, at_once=self.rows)
-        completions: list[list[int]] = [[] for _ in prompts]
+        completions: Ids = [[] for _ in prompts]
         for i, one in zip(sent, answers, strict=True):
             completions[i] = self._ids(prompts[i], one, new_tokens) if one.ids is None else one.ids
         return completions

@@ -23,7 +23,7 @@ from cotrain.ranks import awaited, rank
 from cotrain.rollout import samplers
 from cotrain.run_folder import numbered
 from inference import Engine, Sampling
-from inference.drafts.atomic import new_file, write_atomic
+from inference.drafts.atomic import new_file, write_json
 from inference.drafts.gguf_target import sha256
 from inference.drafts.weight_files import read_json
 from inference.request import ends_of, source_limits
@@ -130,12 +130,13 @@ class Sampled:
         sampling: the regime. prompts: a function that returns the prompts, called only if texts must be sampled. Raises
         UserError if all new texts are empty, and ValueError if a stored file is broken.
         """
-        for place in (folder("data") / "rollouts", self.folder):
-            path = place / name(kind, sampling)
-            if self._fits(path, kind, sampling):
-                return padded(read_rows(path), start_of(self.target))
-        if other := self._apart(self.folder / name(kind, sampling), kind, sampling):
-            print(f"new texts are sampled, since the stored ones do not fit: {other}")
+        path = self.folder / name(kind, sampling)
+        for place in (folder("data") / "rollouts" / path.name, path):
+            if self._fits(place, kind, sampling):
+                return padded(read_rows(place), start_of(self.target))
+        if (stored := _origin(path)) is not None:
+            other = said_differences(stored, self._manifest(kind, sampling))
+            print(f"new texts are sampled, since the stored ones do not fit: {beside(path, 'parquet')}: {other}")
         return padded(read_rows(self.sample(kind, sampling, prompts)), start_of(self.target))
 
     def sample(self, kind: str, sampling: Sampling, prompts: Asked, keep: bool = False) -> Path:
@@ -235,16 +236,8 @@ class Sampled:
     def _fits(self, path: Path, kind: str, sampling: Sampling) -> bool:
         """Return whether the set at `path` (without an extension) was sampled from this target, in this regime, from
         these prompts."""
-        stored, wanted = _origin(read_manifest(path)), self._manifest(kind, sampling)
+        stored, wanted = _origin(path), self._manifest(kind, sampling)
         return stored is not None and stored in (wanted, _whole(wanted))
-
-    def _apart(self, path: Path, kind: str, sampling: Sampling) -> str | None:
-        """Return text that says how a stored set differs from the wanted one; None if no set is stored at `path`
-        (without an extension)."""
-        stored = _origin(read_manifest(path))
-        if stored is None:
-            return None
-        return f"{beside(path, 'parquet')}: {said_differences(stored, self._manifest(kind, sampling))}"
 
 
 def _whole(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -263,9 +256,10 @@ def _in_turn(domains: Sequence[str]) -> list[int]:
     return [place for _, place in sorted(turns)]
 
 
-def _origin(manifest: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the entries of a manifest that say how the set was sampled, without those about its results. None if
-    `manifest` is None."""
+def _origin(path: Path) -> dict[str, Any] | None:
+    """Return the entries of the manifest in path.json that say how the set was sampled, without those about its
+    results. None without a manifest."""
+    manifest = read_manifest(path)
     return None if manifest is None else {key: value for key, value in manifest.items() if key not in RESULTS}
 
 
@@ -286,7 +280,7 @@ def beside(path: Path, ending: str) -> Path:
     return path.with_name(f"{path.name}.{ending}")
 
 
-def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) -> None:
+def save_rows(rows: list[Row], path: Path, manifest: dict[str, Any]) -> None:
     """Write rows of FEATURES to path.parquet, and the manifest to path.json. Each file is complete or absent."""
     table = datasets.Dataset.from_list(rows, features=FEATURES)
     with new_file(beside(path, "parquet")) as new:
@@ -294,10 +288,10 @@ def save_rows(rows: list[dict[str, Any]], path: Path, manifest: dict[str, Any]) 
         beside(path, "json").unlink(missing_ok=True)  # stopped between both, the set before would vouch for these rows
     tokens = sum(len(row["completion"]) for row in rows)
     results = {"rows": len(rows), "tokens": tokens, "sha256": sha256(beside(path, "parquet"))}
-    write_atomic(beside(path, "json"), json.dumps(manifest | results, indent=2) + "\n")
+    write_json(beside(path, "json"), manifest | results, 2)
 
 
-def _halfway(rows: list[dict[str, Any]], path: Path) -> bool:
+def _halfway(rows: list[Row], path: Path) -> bool:
     """Return whether path.parquet has these rows and no path.json: a process wrote it, and ended before the other."""
     if beside(path, "json").is_file():
         return False

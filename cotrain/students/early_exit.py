@@ -41,6 +41,7 @@ class EarlyExitStudent(Student):
 
     kind = "early_exit"
     open_layers = True
+    begins_with: tuple[str, ...] = ("hybrid_exit",)
     layouts = {}
     network: ExitNetwork
     rounds: tuple[int, PreTrainedModel] | None = None  # text length and model of `_with_rounds`

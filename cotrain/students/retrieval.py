@@ -12,8 +12,9 @@ from cotrain.students.early_exit import EarlyExitStudent
 from cotrain.students.independent import IndependentStudent
 from inference import proposers
 from inference.measure.gating import calibrate
+from inference.proposers import kind_of
 from inference.proposers.base import Proposer
-from inference.proposers.hybrid import Hybrid, HybridExit
+from inference.proposers.hybrid import Hybrid
 from inference.proposers.retrieval import LookupConfig, LookupNetwork, Retrieval
 
 LAYOUTS = {"vllm": "cotrain.export.lookup_layout"}  # for both kinds
@@ -51,11 +52,10 @@ def lookup(draft: Draft) -> dict[str, Any]:
 
 class _WithLookup(Student):
     """A kind of draft together with look-up. The entry `lookup` of its network's config has the settings of look-up
-    and, after `calibrate`, the settings for the choice between look-up and the draft. served: its proposer."""
+    and, after `calibrate`, the settings for the choice between look-up and the draft."""
 
     calibrated = True
     layouts = {}
-    served: type[Hybrid]
 
     @classmethod
     def initial(cls, draft: Draft, init: Init, target: PreTrainedModel) -> PreTrainedModel:
@@ -68,11 +68,11 @@ class _WithLookup(Student):
     def proposer(  # type: ignore[override]  # drafts no trees
         self, *, greedy: bool = False, int8: bool = False
     ) -> Any:
-        return self.served.of_settings(self.drafting(greedy, int8), self.network.config.lookup)
+        return kind_of(self.kind).of_settings(self.alone(greedy, int8), self.network.config.lookup)
 
-    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+    def alone(self, greedy: bool, int8: bool) -> Proposer:
         """Return the proposer that drafts where look-up does not."""
-        raise NotImplementedError(f"{type(self).__name__}.drafting")
+        raise NotImplementedError(f"{type(self).__name__}.alone")
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Return the entry `lookup` for the network's config: the look-up settings with a gate, the measured figures by
@@ -91,7 +91,7 @@ class _WithLookup(Student):
             seed=trials.seed,
         )
         print(
-            f"hybrid: a token that the model drafts costs {gate.step:.3f} of a plain decoding step, and each more "
+            f"{self.kind}: a token that the model drafts costs {gate.step:.3f} of a plain decoding step, and each more "
             f"token that the target checks {gate.column:.3f}; the model drafts where look-up would be slower"
         )
         return {"lookup": settings | {"gate": gate.to_json()}}
@@ -104,9 +104,8 @@ class HybridStudent(_WithLookup, IndependentStudent):
     sourced = False
     begins_with = ("independent", "parallel")
     layouts = LAYOUTS
-    served = Hybrid
 
-    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+    def alone(self, greedy: bool, int8: bool) -> Proposer:
         return proposers.Independent(self.network, greedy, int8=int8)
 
 
@@ -115,7 +114,6 @@ class HybridExitStudent(_WithLookup, EarlyExitStudent):  # type: ignore[misc]  #
 
     kind = "hybrid_exit"
     begins_with = ("early_exit",)
-    served = HybridExit
 
-    def drafting(self, greedy: bool, int8: bool) -> Proposer:
+    def alone(self, greedy: bool, int8: bool) -> Proposer:
         return EarlyExitStudent.proposer(self, greedy=greedy)

@@ -73,7 +73,7 @@ def compensated(weight: Tensor, scales: Tensor, squares: Tensor) -> Tensor:
     given weight. weight (out, D), in float32. squares (D, D): x^T x of the inputs, the largest of which are rounded
     first, while most others can still make up for their errors."""
     order = squares.diagonal().argsort(descending=True)
-    left, squares, scales = weight[:, order], squares[order][:, order].double(), scales.float()
+    left, squares, scales = weight[:, order], squares[order][:, order].double(), scales.to(weight)
     mean = squares.diagonal().mean().clamp(min=1e-12)
     squares = squares + DAMPED * mean * torch.eye(len(squares), dtype=squares.dtype, device=squares.device)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(squares))

@@ -193,22 +193,18 @@ def load_words(path: str, trust_remote_code: bool = False, key: str = "target.pa
                 f"{key}: {path} is not a model folder: it has no {CONFIG}{adapter * (folder / ADAPTER[0]).is_file()}"
             )
     else:
-        tokenizer = _hub_tokenizer(name, trust_remote_code, key)
+        if folder.is_file():
+            raise ValueError(f"{key}: {name} is a file: give the folder of a model, or a .gguf file")
+        refuse_missing(key, name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{key}: {name} is no folder, and {unavailable(error)}") from error
     if tokenizer is None:
         raise ValueError(
             f"{key}: {path} has no tokenizer files (tokenizer.json, tokenizer_config.json): copy the model's into it"
         )
     return tokenizer
-
-
-def _hub_tokenizer(name: str, trust_remote_code: bool, key: str) -> PreTrainedTokenizerBase:
-    if Path(name).is_file():
-        raise ValueError(f"{key}: {name} is a file: give the folder of a model, or a .gguf file")
-    refuse_missing(key, name)
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{key}: {name} is no folder, and {unavailable(error)}") from error
 
 
 def unavailable(error: Exception) -> str:
@@ -284,18 +280,17 @@ def halves(model: PreTrainedModel, vocabulary: int | None = None) -> tuple[Read,
     """
     head = head_of(model)
 
-    def decoded(
+    def hidden(
         ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None, encoder: Tensor | None = None
     ) -> Tensor:
-        return decoder_outputs(model, ids, source, encoder).last_hidden_state
-
-    def hidden(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Tensor:
+        if model.config.is_encoder_decoder:
+            return decoder_outputs(model, ids, source, encoder).last_hidden_state
         return _read(model, ids, position_ids)
 
     def logits(states: Tensor) -> Tensor:
         return head(states)[..., :vocabulary]
 
-    return decoded if model.config.is_encoder_decoder else hidden, logits
+    return hidden, logits
 
 
 def _read(model: PreTrainedModel, ids: Tensor, position_ids: Tensor | None) -> Tensor:
@@ -418,20 +413,19 @@ def by_layer(model: PreTrainedModel, layers: Sequence[int]) -> Reader:
             f"{LAST} (last)"
         )
 
-    def decoded(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        encoder = None if source is None else encoder_states(model, source)
-        inside = [layer for layer in layers if layer != ENCODER]
-        with tapped(model, inside) as states:
-            last = decoder_outputs(model, ids, source, encoder).last_hidden_state
-        inner = {layer: states[layer] for layer in inside}
-        return {LAST: last} | inner | ({} if encoder is None or ENCODER not in layers else {ENCODER: encoder})
+    inside = [layer for layer in layers if layer != ENCODER]
 
     def read(ids: Tensor, position_ids: Tensor | None = None, source: Tensor | None = None) -> Record:
-        with tapped(model, layers) as states:
-            last = _read(model, ids, position_ids)
-        return {LAST: last} | {layer: states[layer] for layer in layers}
+        encoder = encoder_states(model, source) if encodes and source is not None else None
+        with tapped(model, inside) as states:
+            if encodes:
+                last = decoder_outputs(model, ids, source, encoder).last_hidden_state
+            else:
+                last = _read(model, ids, position_ids)
+        record = {LAST: last} | {layer: states[layer] for layer in inside}
+        return record | ({} if encoder is None or ENCODER not in layers else {ENCODER: encoder})
 
-    return decoded if encodes else read
+    return read
 
 
 @torch.no_grad()

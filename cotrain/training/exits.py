@@ -144,7 +144,7 @@ def exit_plan(job: Job, layers: int) -> Plan:
     if cfg.data.path:
         ranking, final = (job.source(s).several(cfg.rollout.prompt_tokens, cfg.rollout.seed) for s in SPLITS[1:])
         prompts = apart(ranking, final, [], "own")
-    return job.plan_with(network, prompts)
+    return replace(job.plan_with(network, prompts), kind="early_exit")
 
 
 def exits(job: Job) -> list[dict[str, Any]]:

@@ -351,7 +351,7 @@ def _spread(cfg: TrainConfig, target: PreTrainedModel) -> None:
     if cfg.target.device_map is None:
         return
     kind, several = f"draft={cfg.draft.kind}", cfg.shards_target
-    taught = TAUGHT if several else [name for name in DRAFTS if not name.endswith("_exit")]
+    taught = TAUGHT if several else [name for name in DRAFTS if name not in ("early_exit", "hybrid_exit")]
     nodes = f"--nnodes={cfg.trainer.nodes} " * (cfg.trainer.nodes > 1)
     torchrun = f"torchrun {nodes}--nproc-per-node={cfg.trainer.devices} -m cotrain train"
     remedies = {

@@ -6,7 +6,7 @@
 // the first, masked the one of the second. In int8 a 16-bit word holds two weights. They are multiplied by whole numbers
 // of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
 // even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd. In 4 bits a
-// word holds eight weights plus 8: its bytes have those of four inputs below and of the next four above. They are
+// word holds eight weights, 8 added to each: its bytes have those of four inputs below and of the next four above. They are
 // multiplied by the two bytes of such whole numbers, and each group of inputs has scales of its own.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
@@ -21,7 +21,6 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -83,9 +82,9 @@ inline Floats some_of(const float* from, int64_t n, float missing = NONE) {
 enum Kind { BRAIN, HALF, BYTE, NIBBLE, ROUNDED };
 
 template <Kind kind>
-constexpr bool TWO = kind == BYTE || kind == NIBBLE || kind == ROUNDED;  // whether two rounded numbers of x are one word
+constexpr bool TWO = kind == BYTE || kind == ROUNDED;  // whether two rounded numbers of x are one word
 template <Kind kind>
-using Input = std::conditional_t<TWO<kind>, uint32_t, float>;
+using Input = std::conditional_t<TWO<kind> || kind == NIBBLE, uint32_t, float>;
 template <Kind kind>
 using Sum = std::conditional_t<kind == BYTE, Whole, Floats>;
 
@@ -573,11 +572,11 @@ float largest(const float* x, int64_t n) {
   return result;
 }
 
-// A step from one of n things to another, modulo n, that comes to all. The first half of the steps comes to things from
-// everywhere, and so does the second.
+// A step from one of n things to another, modulo n, that comes to all, and every so many steps to things from everywhere
 int64_t scattered(int64_t n) {
-  const int64_t step = n / 2 + 1;
-  return step + (std::gcd(step, n) > 1);
+  int64_t step = std::max<int64_t>(1, n * 0.618);
+  while (std::gcd(step, n) > 1) step++;
+  return step;
 }
 
 constexpr int64_t PART = 32 * W;
@@ -928,7 +927,8 @@ void attend(Query* of, const float* keys, const float* values, int64_t slots, in
 }
 
 // The queries of a pass, turned (A, n, joined): of each id `heads` queries, which a pass leaves rotated, `groups` keys and
-// `groups` values, each (size,). seen (A, n, read): the mask, or nothing. ends (A n): behind the last slot that an id sees.
+// `groups` values, each (size,). seen (A, n, read): the mask, or nothing. ends (A n): behind the last slot that an id sees,
+// of one or more.
 struct Queries {
   const float* turned;
   int64_t A, n, joined, heads, groups, size, read;
@@ -958,7 +958,8 @@ void attention(const Queries& of, const float* keys, const float* values, int64_
   };
   for (int64_t from = 0; from < units; from += batch) {
     const int64_t now = std::min(batch, units - from);
-    at::parallel_for(0, now * parts, std::max<int64_t>(1, ALONE / (2 * MOST * SLOTS * size)), [&](int64_t b, int64_t e) {
+    const int64_t work = std::min<int64_t>(MOST, shares) * size;  // multiply-adds of a slot, by keys or by values
+    at::parallel_for(0, now * parts, std::max<int64_t>(1, ALONE / (2 * work * std::min(SLOTS, of.read) + 1)), [&](int64_t b, int64_t e) {
       for (int64_t one = b; one < e; one++) {
         const int64_t part = one % parts, begin = part * SLOTS;
         const Unit unit = unit_at(from + one / parts);
@@ -981,7 +982,7 @@ void attention(const Queries& of, const float* keys, const float* values, int64_
         for (int64_t m = 0; m < unit.count; m++) queries[(one / parts * MOST + m) * parts + part] = some[m];
       }
     });
-    at::parallel_for(0, now, std::max<int64_t>(1, ALONE / (MOST * parts * size)), [&](int64_t b, int64_t e) {
+    at::parallel_for(0, now, std::max<int64_t>(1, ALONE / (parts * work)), [&](int64_t b, int64_t e) {
       for (int64_t one = b; one < e; one++) {
         const Unit unit = unit_at(from + one);
         for (int64_t m = 0; m < unit.count; m++) {

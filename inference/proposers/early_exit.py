@@ -1,9 +1,10 @@
 """Early exit: the target's first layers draft, on the target's own keys and values.
 
 A draft's own weights are a norm and changes of the first layers: low-rank ones, or weights in 4 bits, of which a CPU
-reads .28 of the bytes of those in 16. If all layers draft, the last ones are the target's, in 8 bits: there errors of
-rounding cost the most (`docs/measurements/smollm2.md`). The changes apply only when it drafts. The draft model is built
-from the target's modules and tensors; changed weights are copies, so the target stays as it is.
+reads .28 of the bytes of those in 16. If all layers draft, the last ones are the target's, by a CPU's kernels in 8
+bits: there errors of rounding cost the most (`docs/measurements/smollm2.md`). The changes apply only when it drafts.
+The draft model is built from the target's modules and tensors; changed weights are copies, so the target stays as it
+is.
 
 r the rank, D width of the states.
 """
@@ -29,7 +30,7 @@ from inference.proposers.trees import TreeShape
 
 SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size", "max_position_embeddings")
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-UNCHANGED = 15  # of so many layers of a target, all of which draft, the last one is not in 4 bits
+UNCHANGED = 15  # if all layers draft in 4 bits, one in so many, rounded, stays the target's: the last ones
 
 
 class ExitConfig(PretrainedConfig):
@@ -222,10 +223,9 @@ def untrained_exit(
 ) -> ExitNetwork:
     """Return an untrained exit after the first `layers` decoder layers. Its norm is a copy of the target's; the logits
     come from the target's head. rank: rank of the change of each projection, 0 for no change. bits: 4 for projections
-    that are the target's in 4 bits, but those of the last of all layers, None for the target's own. depths: number of
-    drafts per round in training. Raises
-    ValueError for an encoder-decoder, unless layers is from 1 to the target's number of layers, and for projections
-    that 4 bits do not represent."""
+    that are the target's in 4 bits (of all layers, the last ones stay the target's), None for the target's own. depths:
+    number of drafts per round in training. Raises ValueError for an encoder-decoder, unless layers is from 1 to the
+    target's number of layers, and for projections that 4 bits do not represent."""
     settings, blocks = target.config.get_text_config(), decoder_layers(target)
     refuse_encoder(target)
     if not 0 < layers <= len(blocks):
@@ -233,11 +233,12 @@ def untrained_exit(
             f"the exit would be after {layers} layers, but the target has {len(blocks)}: give 1 to {len(blocks)}"
         )
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
-    changed = layer_projections(blocks[0])
-    known["unchanged"] = round(layers / UNCHANGED) if bits and layers == len(blocks) else 0
-    config = ExitConfig(num_hidden_layers=layers, rank=rank, bits=bits, depths=depths, projections=changed, **known)
-    plain = (block.get_submodule(name) for block in blocks[:layers] for name in changed)
-    if bits and not (changed and all(type(one) is nn.Linear and one.weight.is_floating_point() for one in plain)):
+    sizes = layer_projections(blocks[0])
+    unchanged = round(layers / UNCHANGED) if bits and layers == len(blocks) else 0
+    known |= {"rank": rank, "bits": bits, "unchanged": unchanged, "depths": depths, "projections": sizes}
+    config = ExitConfig(layers, **known)
+    plain = (block.get_submodule(name) for block in blocks[:layers] for name in sizes)
+    if bits and not (sizes and all(type(one) is nn.Linear and one.weight.is_floating_point() for one in plain)):
         raise ValueError(
             f"{type(target).__name__} has projections that are not plain linear layers (it is quantised, has adapters, "
             "or is of another family), and weights in 4 bits begin as those of such layers: leave out draft.bits="
@@ -246,7 +247,7 @@ def untrained_exit(
     with torch.no_grad():
         network.norm.copy_(final_norm(target).weight)
         for at, block in enumerate(blocks[: config.changed if bits else 0]):
-            for name in changed:
+            for name in sizes:
                 weight = cast(nn.Linear, block.get_submodule(name)).weight.float()
                 network.in_four_bits(at, name).begin(weight, best_scales(in_groups(weight)))
     return network

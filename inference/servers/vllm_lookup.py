@@ -60,7 +60,8 @@ class Lookup:
         match = self.retrieval.of_row(self.rows[row], text, k)
         if self.model is None or self.gate is None:
             return match.drafts
-        return match.drafts[: self.gate.looked_up(match, k)] or self.model.drafts(row, text, k)
+        looked_up = match.drafts[: self.gate.looked_up(match, k)]
+        return looked_up or self.model.drafts(row, text, self.gate.modelled(match, k))
 
 
 class Greedy:

@@ -207,7 +207,7 @@ MISTAKES: dict[str, tuple[str, str]] = {
     "train epochs=3": ("no key 'epochs'; the setting is trainer.steps=, batches of texts, not epochs", "bench"),
     "train warmup_steps=9": ("the setting is optimizer.warmup=, a fraction of the training, not steps", "nearest"),
     "train draft_vocab_size=9": ("the setting is draft.vocabulary=", "nearest"),
-    "train draft.rank=9": ("draft.encoder_layers; draft=early_exit has it", "nearest"),
+    "train draft.rank=9": ("draft.encoder_layers; draft=early_exit or hybrid_exit has it", "nearest"),
     "train steps=100": ("the setting is trainer.steps=", "joint.steps"),
     "train batch_size=8": ("the setting is trainer.batch=", "nearest"),
     "train gradient_accumulation_steps=4": ("the setting is trainer.accumulate=", "nearest"),

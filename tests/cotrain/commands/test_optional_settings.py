@@ -35,6 +35,7 @@ TAKES = {
     "hydra": {"layers", "depths"},
     "retrieval": {"datastore", "shortest"},
     "hybrid": {*SHAPE, "datastore", "shortest", "vocabulary", "head_rank"},
+    "hybrid_exit": {"layers", "rank", "bits", "depths", "datastore", "shortest"},
     "quantised": {"bits"},
     "two_levels": {"bits", "inner"},
 }
@@ -163,11 +164,11 @@ def made(cfg: Any, target: Any, key: str = "label", value: Any = "typed") -> str
 @pytest.mark.parametrize(
     ("kind", "init"),
     often(
-        # hybrid, p_eagle and hydra as others
+        # hybrids, p_eagle and hydra as others
         [
             (kind, init)
             for kind in KINDS
-            if kind not in ("hybrid", "p_eagle", "hydra")
+            if kind not in ("hybrid", "hybrid_exit", "p_eagle", "hydra")
             for init in (*NEW.inits, "pretrained")
         ],
         lambda case: case[1] == "scratch" or case[0] in ("independent", "retrieval"),
@@ -199,7 +200,7 @@ def test_the_weights_of_depths_are_refused_where_one_distribution_serves_all(kin
     except ValueError as error:
         said = str(error)
     assert said.startswith("loss.decay=0.5: the setting has no effect here") == (kind in ONE_GUESS)
-    if kind == "early_exit":
+    if kind.endswith("_exit"):
         cfg.draft.rank = 0
         for key in ("loss.decay=0.5", "draft.depths=2"):
             with pytest.raises(ValueError, match=f"{key}: the setting has no effect here"):

@@ -49,6 +49,7 @@ REFUSED = {  # of each kind, by the engines that have a layout for features and 
     "p_eagle": ("feature drafts are written with layout=eagle3 or speculators", NONE),
     "block": ("layout=hf: feature drafts are written with layout=dflash",) * 2,
     "early_exit": ("it loads no early_exit drafts; they are loaded by no engine of the table",) * 2,
+    "hybrid_exit": ("it loads no hybrid_exit drafts; they are loaded by no engine of the table",) * 2,
     "quantised": ("it loads no quantised drafts; they are loaded by no engine of the table",) * 2,
 }
 

@@ -288,7 +288,7 @@ def test_the_json_of_earlier_texts_does_not_vouch_for_those_that_replace_them(
     rows = [{"domain": "a", "prompt": [1], "completion": [2]}]
     training_texts.save_rows(rows, tmp_path / "train_T1", {})
 
-    monkeypatch.setattr(training_texts, "write_atomic", killed)
+    monkeypatch.setattr(training_texts, "write_json", killed)
     with pytest.raises(OSError, match="killed"):
         training_texts.save_rows(rows * 2, tmp_path / "train_T1", {})
     assert [file.name for file in tmp_path.iterdir()] == ["train_T1.parquet"]
@@ -303,7 +303,7 @@ def test_texts_without_their_json_are_the_same_texts_after_a_kill_between_both(
     command = ["rollout", f"target.path={target}", f"data.path={data}", *few]
 
     with monkeypatch.context() as patched:
-        patched.setattr(training_texts, "write_atomic", killed)
+        patched.setattr(training_texts, "write_json", killed)
         assert main(command) == 1
     assert main(command) == 0
     assert sorted(file.name for file in (tmp_path / "out").glob("*.parquet")) == ["train_T1.parquet"]

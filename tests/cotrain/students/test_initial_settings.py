@@ -25,7 +25,13 @@ OTHER: dict[str, Any] = {
 }
 TRAINED = [kind for kind in KINDS if DRAFTS[kind].trained]
 # these begin as another kind does, whose settings stand for theirs
-AS = {"conditioned": "independent", "hybrid": "independent", "p_eagle": "eagle", "hydra": "medusa"}
+AS = {
+    "conditioned": "independent",
+    "hybrid": "independent",
+    "hybrid_exit": "early_exit",
+    "p_eagle": "eagle",
+    "hydra": "medusa",
+}
 CASES = [
     (kind, key)
     for kind in TRAINED

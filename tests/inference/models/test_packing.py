@@ -333,6 +333,8 @@ def threads(count: int) -> Iterator[None]:
 
 ODD: dict[str, Any] = {"head_dim": 6, "hidden_size": 20, "intermediate_size": 37, "vocab_size": 45}
 SHARP = ODD | {"num_hidden_layers": 4}
+LONG = {"hidden_size": 192, "head_dim": 64, "num_attention_heads": 3, "num_key_value_heads": 1}
+LONG |= {"max_position_embeddings": 256}
 
 
 @needs_kernels
@@ -370,6 +372,21 @@ def test_one_operator_runs_all_layers(family, settings):
                 torch.testing.assert_close(mine.states[name], state, rtol=1e-4, atol=2e-5 * size, msg=f"{name} {start}")
             size = float(theirs.logits.abs().max())
             torch.testing.assert_close(mine.logits, theirs.logits, rtol=1e-4, atol=2e-5 * size)
+
+
+@needs_kernels
+def test_one_operator_reads_long_texts():
+    """Of more slots than one part of attention, with heads as wide as those of real models; three query heads a key."""
+    model = halved(build("Llama", LONG))
+    lm, stock = LM(model, 3), LM(model, 3, stock=True)
+    ids = torch.arange(3 * 200).view(3, 200) % 31
+    with torch.inference_mode(), threads(2):
+        for one in (lm, stock):
+            one.store(ids, [0] * 3)
+        for start, n in (([130, 61, 64], 1), ([63, 127, 199], 5), ([190, 3, 128], 9)):
+            mine, theirs = (one.forward(ids[:, :n], start).logits for one in (lm, stock))
+            size = float(theirs.abs().max())
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-5 * size, msg=str(start))
 
 
 @needs_kernels

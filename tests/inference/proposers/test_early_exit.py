@@ -2,6 +2,7 @@
 in fewer bits in its slots."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,17 @@ from inference.models.forward import Stock
 from inference.models.llama import rounded
 from inference.models.lm import LM, store_prompts
 from inference.policy import Fixed
-from inference.proposers.early_exit import EarlyExit, FourBits, first_layers, learning, serving, untrained_exit
+from inference.proposers.early_exit import (
+    EarlyExit,
+    ExitNetwork,
+    FourBits,
+    first_layers,
+    learning,
+    serving,
+    untrained_exit,
+)
 from inference.proposers.quantised import Quantised
-from tests.inference.models.test_llama import build
+from tests.inference.models.test_llama import WIDE, build
 from tests.inference.models.test_packing import BIASED, halved, needs_kernels
 from tests.kinds import KINDS, exit_network
 from tests.tiny import tiny
@@ -114,6 +123,28 @@ def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> No
             part.fold()
             assert torch.equal(part.bfloat16().rounded(), weight)
     require_the_targets_own(target, EarlyExit(whole, target), 1e-3)
+
+
+@needs_kernels
+def test_of_all_layers_in_four_bits_the_last_stays_the_targets_in_eight(tmp_path: Path) -> None:
+    """Trained as served, from a folder too; an exit before the last layer has 4 bits in all of its own."""
+    target = halved(build("Llama", WIDE | {"num_hidden_layers": 8, "intermediate_size": 96}))
+    assert untrained_exit(target, 7, 0, 1, 4).config.changed == 7
+    network = untrained_exit(target, 8, 0, 1, 4)
+    network.save_pretrained(tmp_path)
+    network = ExitNetwork.from_pretrained(tmp_path)
+    assert network.config.changed == 7 and not len(network.layers[7])
+    proposer = EarlyExit(network, target)
+    watched = Watched(proposer)
+    Engine(target, watched, policy=Fixed(1)).generate(PROMPTS[:1], max_new_tokens=9, sampling=Sampling(1.0))
+    last, others = (proposer.lm.run.weights.layers[at].qkv.packed.weight for at in (7, 0))  # type: ignore[union-attr]
+    assert (last.dtype, others.dtype) == (torch.int8, torch.uint8)
+    for done in watched.rounds:
+        ids = torch.tensor([done.texts[0]])
+        (guess,) = Student(network, target).guesses({"ids": ids}, None)  # type: ignore[arg-type]
+        q = guess.head(guess.states).softmax(-1)[guess.at == ids.shape[1] - 1][0]
+        torch.testing.assert_close(done.q[0, 0], q, atol=3e-3, rtol=0.03)
+    assert len(watched.rounds) > 2
 
 
 def test_projections_that_are_not_plain_have_no_four_bits() -> None:

@@ -95,6 +95,12 @@ def test_a_gate_chooses_the_better_rate() -> None:
     assert gate.looked_up(Match(drafts, 4), 2) == 0
     assert gate.looked_up(Match(drafts, 5, stored=True), 2) == 0
     assert gate.looked_up(Match([], 5), 2) == gate.looked_up(Match(drafts, 5), 0) == 0
+    # of the model's, one: 1.6 in 1.45; where it is surer, and behind no match, as many as may be
+    assert [gate.modelled(Match(drafts, 5), k) for k in (0, 1, 2, 3)] == [0, 1, 1, 1]
+    surer = Gate(gate.lookup, [[[0.95, 0.9, 0.85]] + model[1:], model], 0.25, 0.05)
+    assert [surer.modelled(Match([], n), 3) for n in (0, 1)] == [3, 2] and surer.modelled(
+        Match([], 0, stored=True), 3
+    ) == 2
     worse = Gate(gate.lookup, [[[1.0] * 3] * (LONGEST + 1)] * 2, 0.01, 0.2)
     assert worse.looked_up(Match(drafts, 5), 2) == 0
     assert Gate.of_json(gate.to_json()) == gate and {*gate.to_json()} == {"found", "model", "step", "column"}
