@@ -96,11 +96,14 @@ class Plan:
     @cached_property
     def depths(self) -> list[int]:
         """Return the draft lengths to choose from: the planned one if there is one, otherwise those in bench.depths
-        that the draft supports, or else its longest. A planned length is cut to the draft's longest."""
-        most = self.proposer().depths or inf
+        that the draft supports, or else its longest. A planned length is cut to the draft's longest. If the proposer
+        shortens its rounds itself, it is the longest of bench.depths."""
+        proposer = self.proposer()
+        most = proposer.depths or inf
         if self.planned:
             return [int(min(self.planned, most))]
-        return [k for k in self.bench.depths if k <= most] or [int(most)]
+        lengths = [k for k in self.bench.depths if k <= most] or [int(most)]
+        return [max(lengths)] if proposer.shortens else lengths
 
     def engine(self, k: int, rows: int | None = None, proposer: Proposer | None = None) -> Engine:
         """Return the speculative engine.

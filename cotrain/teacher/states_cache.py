@@ -94,7 +94,8 @@ class MemoryCache:
             names, before = self._names(ids[part], keys[part], sources), len(self.records)
             if all(name in self.records for name in names):
                 continue
-            self(ids[part], keys[part], source=sources, length=lengths)
+            # the call of this class, which stores what `read` returns; that of a subclass may not
+            MemoryCache.__call__(self, ids[part], keys[part], source=sources, length=lengths)
             if len(self.records) == before:
                 break  # full
         if progress:

@@ -222,7 +222,7 @@ class Proposer:
     reads all ids that a slot lacks. Such a proposer gets only the first token of each prompt while a policy drafts
     nothing, so that its model need not read the prompt. network_class: the class, with `from_pretrained`, of the
     network in a draft folder of this kind; None for no weights. drafts_trees: whether the constructor accepts `shape=`,
-    the tree to draft.
+    the tree to draft. shortens: whether it drafts fewer tokens than the round allows where fewer are expected to pay.
     """
 
     reads: tuple[int, ...] = ()
@@ -231,6 +231,7 @@ class Proposer:
     catches_up = False
     network_class: Any = None
     drafts_trees = False
+    shortens = False
 
     @property
     def asks(self) -> bool:

@@ -170,13 +170,13 @@ class Hybrid(CompositeProposer):
 
     def __init__(self, model: Proposer, retrieval: Retrieval | None = None, gate: Gate | None = None) -> None:
         self.model, self.retrieval, self.gate = model, retrieval or Retrieval(), gate or Gate.uncalibrated()
-        self.counted = gate is not None  # else the model drafts as many tokens as it may
+        self.shortens = gate is not None
         self.reads, self.greedy = model.reads, model.greedy
         self.parts = (self.retrieval, model)
 
     def __copy__(self) -> "Hybrid":
         """Return a hybrid with copies of the parts, which shares no state with this one."""
-        return type(self)(copy(self.model), copy(self.retrieval), self.gate if self.counted else None)
+        return type(self)(copy(self.model), copy(self.retrieval), self.gate if self.shortens else None)
 
     @classmethod
     def fits(cls, network: PreTrainedModel, target: PreTrainedModel, where: str) -> None:
@@ -209,7 +209,7 @@ class Hybrid(CompositeProposer):
         matches = self.retrieval.find(round.texts, round.k)
         drafts = [match.drafts[: self.gate.looked_up(match, k)] for match, k in zip(matches, round.k, strict=True)]
         rows = zip(drafts, matches, round.k, strict=True)
-        asked = [0 if draft else self.gate.modelled(match, k) if self.counted else k for draft, match, k in rows]
+        asked = [0 if draft else self.gate.modelled(match, k) if self.shortens else k for draft, match, k in rows]
         if not max(asked):
             return chains(drafts, round.texts)
         if not any(drafts):

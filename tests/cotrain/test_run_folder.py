@@ -1,6 +1,5 @@
 """Output folders of commands: one process at a time, resumed or replaced only if they are its own."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,7 @@ import pytest
 from cotrain.config.names import ANY, REMOVED
 from cotrain.errors import UserError
 from cotrain.run_folder import LOCK, MARKER, REPLACED, claim, read_marker, resumable
-from inference.drafts.atomic import write_atomic
+from inference.drafts.atomic import write_atomic, write_json
 from tests.inference.drafts.test_atomic import tree
 from tests.stopped import stopped_child
 
@@ -134,7 +133,7 @@ def test_a_setting_that_went_and_changed_nothing_is_no_difference(tmp_path: Path
     for number, settings in enumerate(({"loss": "kl"}, {"loss": ["kl"]}, None)):  # of other programs or versions
         (place := tmp_path / str(number)).mkdir()
         marker = {"cotrain": "0", "state": "finished", "settings": settings}
-        (place / "run.json").write_text(json.dumps(marker))
+        write_json(place / "run.json", marker)
         assert read_marker(place) == marker
     (tmp_path / "folder" / "run.json").mkdir(parents=True)
     assert read_marker(tmp_path / "folder") is None
@@ -238,10 +237,10 @@ def test_a_lock_removed_between_open_and_lock_is_locked_anew(tmp_path: Path, mon
 def test_a_marker_that_cotrain_did_not_write_is_named(changes: dict[str, object], tmp_path: Path) -> None:
     """By all that read it, and without its state too."""
     path = finished(tmp_path / "run", k=1)
-    marker = json.loads((path / MARKER).read_text())
+    marker = read_marker(path)
     without = {key: value for key, value in marker.items() if key != "state"}
     for value in (marker | changes, without):
-        (path / MARKER).write_text(json.dumps(value))
+        write_json(path / MARKER, value)
         for read in (lambda: read_marker(path), lambda: resumable(path, {"k": 1}), lambda: finished(path, k=1)):
             with pytest.raises(UserError, match=f"{path / MARKER} is broken .state .*another folder"):
                 read()

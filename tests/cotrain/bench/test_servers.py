@@ -1,6 +1,5 @@
 """Two running servers are timed in turn, at several numbers of concurrent requests."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from cotrain.cli import main
 from cotrain.evaluation.comparison import FIGURES
 from cotrain.run_folder import MARKER
 from inference import Sampling
+from inference.drafts.atomic import write_json
+from inference.drafts.weight_files import read_json
 from inference.servers import openai_client
 from inference.servers.openai_client import Client
 from tests.draft_folders import draft_folder
@@ -87,7 +88,7 @@ def test_the_command_measures_on_prompts_of_the_draft(
     target = target_folder(tmp_path / "target", layers=1)
     folder = draft_folder(tmp_path / "run" / "draft", target, "independent")
     given = ["bench", f"draft.path={folder}", f"target.path={target}", f"output={tmp_path / 'out'}", "bench.prompts=8"]
-    given += ["bench.prompt_tokens=4", "bench.new_tokens=2", "concurrent=[2]"]
+    given += "bench.prompt_tokens=4 bench.new_tokens=2 concurrent=[2]".split()
     assert main([*given, f"url={plain.url}"]) == 1
     assert "url=, url_draft=: set both" in capsys.readouterr().err
     for wrong in (
@@ -100,7 +101,7 @@ def test_the_command_measures_on_prompts_of_the_draft(
     regime = {"temperature": 0.5, "top_k": 0, "top_p": 1.0}
     (tmp_path / "run" / FIGURES).write_text('{"tau": 2.25}')
     marker = {"settings": {"policy": {"k": 2}, "verify": "token", "regime": regime}}
-    (tmp_path / "run" / MARKER).write_text(json.dumps(marker))
+    write_json(tmp_path / "run" / MARKER, marker)
     given += [f"url={plain.url}", f"url_draft={drafted.url}", "regime.temperature=0.5", "overwrite=true"]
     seeds = []
     for seed in (3, 4):
@@ -110,7 +111,7 @@ def test_the_command_measures_on_prompts_of_the_draft(
         seeds.append({body["seed"] for body in plain.requests})
         assert {body["temperature"] for body in plain.requests} == {0.5}
     assert not seeds[0] & seeds[1]
-    (cell,) = json.loads((tmp_path / "out" / "report.json").read_text())["cells"]
+    (cell,) = read_json(tmp_path / "out" / "report.json")["cells"]
     assert cell["concurrent"] == 2 and cell["tau"] == 2 and cell["predicted"] == [2.25, 2] and cell["tokens"] == 16
 
 
@@ -121,6 +122,6 @@ def test_what_held_out_texts_foretold_is_read_from_the_run(tmp_path: Path) -> No
     (tmp_path / FIGURES).write_text('{"tau": 2.25}')
     for rule in ("block", "token"):
         settings = {"policy": {"k": 4}, "regime": regime, "verify": rule}
-        (tmp_path / MARKER).write_text(json.dumps({"settings": settings}))
+        write_json(tmp_path / MARKER, {"settings": settings})
         assert trained_for(tmp_path, regime) == ((2.25, 4) if rule == "token" else None)
     assert trained_for(tmp_path, regime | {"temperature": 0.0}) is None

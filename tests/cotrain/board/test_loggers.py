@@ -70,7 +70,7 @@ def test_wandb_gets_the_curves_of_tensorboard(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.validations=1", "trainer.corpus_steps=0")
+    settings = "measure=false rollout.temperatures=[1.0] trainer.validations=1 trainer.corpus_steps=0".split()
     assert job(place, "watched", "trainer.logger=wandb", "label=mine", *settings) == 0
     (run,) = wandb.runs
     assert (run.asked["project"], run.name, run.ended) == ("cotrain", "mine", 0)

@@ -1,7 +1,6 @@
 """Commands that open a draft folder measure and serve what it was trained for, unless another setting is typed."""
 
 import copy
-import json
 import shutil
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -18,7 +17,9 @@ from cotrain.planning.policy_file import content
 from cotrain.training.results import served_as
 from inference import Engine, Sampling, load
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
+from inference.drafts.atomic import write_json
 from inference.drafts.draft_folder import Metadata, PlannedTree, ServedAs, folder_identity, load_draft, read, save
+from inference.drafts.weight_files import read_json
 from inference.models.pretrained import quantisation_of
 from tests.draft_folders import draft_folder
 from tests.folders import target_folder, tokenizer
@@ -123,12 +124,8 @@ def test_a_folder_says_all_that_training_and_measuring_have_in_common() -> None:
     known = {key for key in KNOWN if not key.startswith(("bench.", "data.", "prompt_tokens", "chat", "target."))}
     assert shared == known
     cfg = composed(
-        "verify=block",
-        "bench.prompt_tokens=31",
-        "quantisation=nf4",
-        "data.chat=true",
-        "target.dtype=bfloat16",
-        "+data.template.enable_thinking=false",
+        *"""verify=block bench.prompt_tokens=31 quantisation=nf4 data.chat=true target.dtype=bfloat16
+        +data.template.enable_thinking=false""".split()
     )
     assert served_as(cfg, True) == made().served
     assert {name for name, _ in KNOWN.values()} == set(TRAINED) == set(UNSAID)
@@ -265,7 +262,7 @@ def test_load_renders_messages_with_the_arguments_that_were_measured(odd: Path) 
 
 def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tmp_path: Path) -> None:
     path = shutil.copytree(odd, tmp_path / "draft")
-    values = json.loads((path / "cotrain.json").read_text())
+    values = read_json(path / "cotrain.json")
     served = values.pop("served")
     for said, wanted in (
         (served, ServedAs(**served)),
@@ -275,8 +272,8 @@ def test_a_folder_of_before_says_its_rule_in_made_or_in_its_report(odd: Path, tm
         ({"chat": False, "messages": False}, ServedAs("coupled", chat=False)),
     ):
         values["made"], values["tree"] = {"served": said}, None
-        (path / "cotrain.json").write_text(json.dumps(values))
-        (path / "report.json").write_text(json.dumps({"settings": {"verify": "coupled"}}))
+        write_json(path / "cotrain.json", values)
+        write_json(path / "report.json", {"settings": {"verify": "coupled"}})
         assert read(path).metadata.served == wanted
 
 
@@ -306,7 +303,7 @@ def test_a_policy_is_used_or_refused_by_name(
     mine, other = (draft_folder(tmp_path / name, target, kind) for name, kind in (("a", "medusa"), ("b", "hydra")))
     fitted = Adaptive({1: (1.0, 1.1)}, Estimates(0.5, (0.0,) * INPUTS, (0.0,) * INPUTS), {}, folder_identity(mine))
     file = tmp_path / "policy.json"
-    file.write_text(json.dumps(content(fitted)))
+    write_json(file, content(fitted))
     assert Adaptive.load(file) == fitted == load(mine, policy=fitted).policy
     generated(mine, f"policy.file={file}")
     for k in (1, 2, 3):  # up to the depths of the draft

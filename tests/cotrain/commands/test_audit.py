@@ -63,7 +63,7 @@ def test_settings_and_a_draft_belong_to_the_audit(target: Path, tmp_path: Path) 
 
 
 def test_a_servers_texts_pass_and_hotter_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
-    size = [f"url={server.url}", "prompt_tokens=6", "prompts=6", "new_tokens=40"]
+    size = f"url={server.url} prompt_tokens=6 prompts=6 new_tokens=40".split()
     few = audited(target, tmp_path / "out", *size, "new_tokens=3")
     assert few[0] == 4 and few[1]["passed"] is None and few[1]["texts"] == 12 and few[1]["tokens"] == 36
     status, found = audited(target, tmp_path / "out", *size, "prompts=16")
@@ -95,7 +95,7 @@ def test_prompts_of_the_user_are_asked_whatever_their_length(server: FakeVLLM, t
 def test_greedy_texts_pass_and_sampled_ones_do_not(server: FakeVLLM, target: Path, tmp_path: Path) -> None:
     rows = [{"prompt": [3, 4, 5 + i], "completion": [7] * 30} for i in range(4)]
     file = write_rows(tmp_path / "texts.jsonl", rows)
-    size = [f"url={server.url}", "prompts=4", "prompt_tokens=6", "new_tokens=40", "regime.temperature=0"]
+    size = f"url={server.url} prompts=4 prompt_tokens=6 new_tokens=40 regime.temperature=0".split()
     assert audited(target, tmp_path / "out", *size)[0] == 0
     assert audited(target, tmp_path / "out", *size, "new_tokens=20")[0] == 4
     assert audited(target, tmp_path / "out", f"texts={file}", "regime.temperature=0")[0] == 3
@@ -133,7 +133,7 @@ def test_counters_are_compared_with_the_texts(
 
 def test_reused_seeds_are_seen(server: FakeVLLM, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cotrain.commands.audit.row_ids", lambda prompts: [1] * len(prompts))
-    size = [f"url={server.url}", "prompts=10", "prompt_tokens=6", "new_tokens=30"]
+    size = f"url={server.url} prompts=10 prompt_tokens=6 new_tokens=30".split()
     status, found = audited(target, tmp_path / "out", *size)
     assert status == 3 and found["scores"]["equal prompts"] > found["limit"]
 

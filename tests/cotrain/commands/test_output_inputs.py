@@ -1,7 +1,6 @@
 """What a command reads does not lie where it writes, and a folder of another command is never replaced."""
 
 import copy
-import json
 import typing
 from functools import reduce
 from pathlib import Path
@@ -16,6 +15,8 @@ from cotrain.config.settings import SCHEMAS
 from cotrain.errors import UserError
 from cotrain.export.engines import FILES, MARK
 from cotrain.run_folder import MARKER, claim, refuse_overlap, refuse_replaced
+from inference.drafts.atomic import write_json
+from inference.drafts.weight_files import read_json
 from inference.lookup.corpus import ABOUT
 from tests.settings import composed
 
@@ -179,7 +180,7 @@ def test_what_a_draft_folder_names_is_read_too(
     draft, output = tmp_path / "draft", tmp_path / "out"
     for place in (draft, output / "kept"):
         place.mkdir(parents=True)
-    (draft / file).write_text(json.dumps({outer: {inner: str(output / "kept")}}))
+    write_json(draft / file, {outer: {inner: str(output / "kept")}})
     said = refused(settings["bench"], "bench", **{"draft.path": draft, "output": output})
     assert said.startswith(f"{output / 'kept'}, which draft.path={draft} names, lies in output=")
 
@@ -195,7 +196,7 @@ def test_the_folder_of_another_command_is_refused_and_stays(
     with claim(tmp_path / "out", command=maker) as run:
         (tmp_path / "out" / "weights").write_text("w")
         run.finish()
-    assert json.loads((tmp_path / "out" / MARKER).read_text())["command"] == maker
+    assert read_json(tmp_path / "out" / MARKER)["command"] == maker
     overwrite = [] if command in ("rollout", "teacher") else [["overwrite=true"]]
     for more in ([], *overwrite):
         assert main([command, f"output={tmp_path / 'out'}", *more]) == 1
@@ -208,7 +209,7 @@ def test_a_run_of_an_earlier_version_is_known_by_its_settings(
     settings: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     for kept, own in (({"seed": 0}, ("train",)), ({}, ("bench", "serve_check"))):
-        (tmp_path / MARKER).write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": kept}))
+        write_json(tmp_path / MARKER, {"cotrain": "0", "state": "finished", "settings": kept})
         allowed = [name for name in MAKERS if refused(settings[name], name, output=tmp_path) is None]
         assert tuple(sorted(allowed)) == tuple(sorted(own))
 

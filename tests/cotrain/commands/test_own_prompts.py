@@ -89,20 +89,8 @@ class TestDataSelf:
             report = read_json(draft / "report.json")
             assert report["exactness"]["passed"] and report["extra"]["prompts"] == "own"
         else:
-            assert (
-                main(
-                    [
-                        "bench",
-                        f"draft.path={draft}",
-                        f"output={tmp_path / 'bench'}",
-                        "bench.minutes=0",
-                        "bench.prompts=1",
-                        "bench.new_tokens=8",
-                        "bench.parity_tokens=20",
-                    ]
-                )
-                == 0
-            )
+            sizes = "bench.minutes=0 bench.prompts=1 bench.new_tokens=8 bench.parity_tokens=20".split()
+            assert main(["bench", f"draft.path={draft}", f"output={tmp_path / 'bench'}", *sizes]) == 0
             assert f"of {draft / PROMPTS}, which the draft did not learn from" in capsys.readouterr().out
             assert read_json(tmp_path / "bench" / "report.json")["extra"]["prompts"] == "own"
         assert main(["generate", f"draft.path={draft}", "prompt=hello there", "max_new_tokens=4"]) == 0
@@ -113,22 +101,9 @@ class TestDataSelf:
     @pytest.mark.thorough
     def test_every_stage_of_joint_training_has_the_prompts_of_the_original(self, place: Path, tmp_path: Path) -> None:
         run = tmp_path / "run"
-        assert (
-            train(
-                place,
-                "base",
-                run,
-                "mode=joint",
-                "joint.warm_steps=2",
-                "joint.steps=2",
-                "joint.rank=1",
-                "joint.epsilon=1",
-                "rollout.held_out_texts=4",
-                "trainer.steps=1",
-                "measure=false",
-            )
-            == 0
-        )
+        sizes = """mode=joint joint.warm_steps=2 joint.steps=2 joint.rank=1 joint.epsilon=1 rollout.held_out_texts=4
+        trainer.steps=1 measure=false""".split()
+        assert train(place, "base", run, *sizes) == 0
         assert [file.parent for file in run.rglob("self_prompts.jsonl")] == [run / "warm" / "rollouts"]
         first, last = (read_rows(run / at / "rollouts" / "held_out_T1")["prompt"] for at in ("warm", "."))
         assert list(first) == list(last)
@@ -195,21 +170,9 @@ class TestGGUF:
         capsys.readouterr()
         draft = f"draft.path={tmp_path / 'run' / 'draft'}"
         assert main(["generate", draft, "prompt=def f", "max_new_tokens=4"]) == 0
-        assert (
-            main(
-                [
-                    "bench",
-                    draft,
-                    f"output={tmp_path / 'bench'}",
-                    "bench.minutes=0",
-                    "bench.prompts=2",
-                    "bench.new_tokens=8",
-                    "bench.parity_tokens=50",
-                    "bench.prompt_tokens=8",
-                ]
-            )
-            == 0
-        )
+        sizes = """bench.minutes=0 bench.prompts=2 bench.new_tokens=8 bench.parity_tokens=50
+        bench.prompt_tokens=8""".split()
+        assert main(["bench", draft, f"output={tmp_path / 'bench'}", *sizes]) == 0
 
 
 def test_a_template_whose_answers_do_not_end_texts_is_named(

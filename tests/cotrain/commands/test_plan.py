@@ -9,30 +9,23 @@ import pytest
 from cotrain.cli import main
 from cotrain.planning import drafted
 from inference.adaptive_policy import INPUTS, Adaptive, Estimates
+from inference.drafts.atomic import write_json
 from inference.drafts.weight_files import read_json
 from tests.cotrain.commands.test_train import job
 from tests.cotrain.commands.test_train import place as place  # a fixture
 from tests.cotrain.commands.test_train import quickly as quickly  # a fixture
 
-SIZES = (
-    "bench.new_tokens=12",
-    "bench.depths=[1,2,3]",
-    "bench.quick_prompts=2",
-    "texts=24",
-    "batches=[1,4]",
-    "threads=1",
-)
+SIZES = "bench.new_tokens=12 bench.depths=[1,2,3] bench.quick_prompts=2 texts=24 batches=[1,4] threads=1".split()
 
 COSTS = {"target": [1.0, 1.1, 1.2, 1.3], "draft": 0.05, "rest": [0.01] * 4, "first": 0.02}
 
 
 def plan(run: Path, *settings: str) -> int:
-    data = f"data.path={run.parent / 'own.jsonl'}"
     return main(
         [
             "plan",
             f"draft.path={run / 'draft'}",
-            data,
+            f"data.path={run.parent / 'own.jsonl'}",
             f"output={run.parent / 'plan'}",
             "overwrite=true",
             *SIZES,
@@ -97,7 +90,7 @@ def test_a_plan_says_what_held_out_texts_say(
 
 def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> None:
     four = COSTS | {"target": [2.0, 4.0, 6.0, 8.0]}
-    (tmp_path / "costs.json").write_text(json.dumps({"1": COSTS, "4": four}))
+    write_json(tmp_path / "costs.json", {"1": COSTS, "4": four})
     assert plan(run, f"costs={tmp_path / 'costs.json'}") == 0
     one, many = read_json(run.parent / "plan" / "plan.json")["cells"]
     assert one["seconds_per_round"] == pytest.approx([1.01, 1.1 + 0.07 + 0.01, 1.2 + 0.12 + 0.01, 1.3 + 0.17 + 0.01])
@@ -109,7 +102,7 @@ def test_a_plan_for_another_machine_has_its_costs(run: Path, tmp_path: Path) -> 
 def test_costs_without_a_draft_give_the_speedup_at_each_acceptance(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "costs.json").write_text(json.dumps({"1": COSTS}))
+    write_json(tmp_path / "costs.json", {"1": COSTS})
     settings = [f"costs={tmp_path / 'costs.json'}", f"output={tmp_path / 'plan'}", "batches=[1]"]
     assert main(["plan", *settings, "bench.depths=[1,2,3]"]) == 0
     (found,) = read_json(tmp_path / "plan" / "plan.json")["speedups"]
@@ -213,7 +206,7 @@ def test_drafts_of_another_quantisation_are_planned_one_by_one(
     file = tmp_path / "other" / "cotrain.json"
     metadata = read_json(file)
     metadata["served"]["quantisation"] = "int8"
-    file.write_text(json.dumps(metadata))
+    write_json(file, metadata)
     assert plan(run, f"drafts=[{tmp_path / 'other'}]") != 0
     assert "quantisation.kind" in capsys.readouterr().err
 
@@ -224,9 +217,7 @@ def test_a_servers_counters_are_compared_with_the_plan(
     found = read_json(made / "plan.json")
     (profile,) = found["acceptance"][str(run / "draft")].values()
     log = tmp_path / "log.json"
-    log.write_text(
-        json.dumps({"rounds": 1000, "accepted_by_depth": [int(1000 * share) for share in profile["prefix"]]})
-    )
+    write_json(log, {"rounds": 1000, "accepted_by_depth": [int(1000 * share) for share in profile["prefix"]]})
     capsys.readouterr()
     assert main(["plan", f"log={log}", f"output={made}"]) == 0
     assert "as forecast" in capsys.readouterr().out
@@ -249,16 +240,6 @@ def test_drafts_with_other_prompts_set_aside_need_prompts_of_neither(
 ) -> None:
     shutil.copytree(run / "draft", tmp_path / "other")
     (tmp_path / "other" / "prompts.jsonl").write_text('{"text": "def add"}\n')
-    assert (
-        main(
-            [
-                "plan",
-                f"draft.path={run / 'draft'}",
-                f"drafts=[{tmp_path / 'other'}]",
-                f"output={tmp_path / 'plan'}",
-                *SIZES,
-            ]
-        )
-        != 0
-    )
+    paths = f"draft.path={run / 'draft'}", f"drafts=[{tmp_path / 'other'}]", f"output={tmp_path / 'plan'}"
+    assert main(["plan", *paths, *SIZES]) != 0
     assert "have different prompts to measure on" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from cotrain.planning.forecast import at_acceptance, break_even
 from inference.measure.costs import Costs
 from tests.cotrain.students.test_initial_settings import target as target  # a fixture
 
-SMALL = ("bench.new_tokens=6", "bench.depths=[1,2]", "bench.quick_prompts=1", "bench.prompt_tokens=8", "threads=1")
+SMALL = "bench.new_tokens=6 bench.depths=[1,2] bench.quick_prompts=1 bench.prompt_tokens=8 threads=1".split()
 CHEAP = Costs((1.0, 1.1, 1.2), 0.1, (0.0,) * 3)
 DEAR = Costs((1.0, 1.1, 1.2), 2.0, (0.0,) * 3, rows=8)
 

@@ -1,6 +1,5 @@
 """draft.path= takes the name of a shipped draft in every command, and a draft folder has prompts to be measured on."""
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,9 @@ from cotrain.commands.served_pair import prompts
 from cotrain.config.settings import SCHEMAS
 from cotrain.data.splits import shared
 from inference.drafts import gguf_target
+from inference.drafts.atomic import write_json
 from inference.drafts.draft_folder import METADATA, PROMPTS
+from inference.drafts.weight_files import read_json
 from tests.cotrain.commands.test_output_inputs import texts_of
 from tests.cotrain.data.test_inputs import given, templated
 from tests.draft_folders import draft_folder
@@ -70,8 +71,8 @@ def test_a_missing_package_is_named_as_for_the_target(
     shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = shipped / METADATA
-    about = json.loads(file.read_text())
-    file.write_text(json.dumps(about | {"target": about["target"] | {"name": "smollm2"}}))
+    about = read_json(file)
+    write_json(file, about | {"target": about["target"] | {"name": "smollm2"}})
     monkeypatch.setitem(gguf_target.PACKAGED, "smollm2", gguf_target.PACKAGED["smollm2"]._replace(module="not_there"))
     said = {}
     for name, typed in (
@@ -149,8 +150,8 @@ def test_a_prompt_is_a_message_if_the_draft_learnt_from_messages(
     shipped: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, read = shipped / METADATA, list[Any]()
-    about = json.loads(file.read_text())
-    file.write_text(json.dumps(about | {"served": about["served"] | {"messages": True}}))
+    about = read_json(file)
+    write_json(file, about | {"served": about["served"] | {"messages": True}})
     assert main(["generate", "draft.path=mine", "prompt=x"]) == 1
     assert "chat=true: the target's tokenizer has no chat template; set chat=false" in capsys.readouterr().err
     templated().save_pretrained(shipped.parents[2] / "target")

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -65,9 +66,14 @@ def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(run / "checkpoints" / f"step-{step}" / "model.safetensors")
 
 
+def extra_of(run: Path) -> Any:
+    """What the report of a run's draft has beside the figures of the timing."""
+    return read_json(run / "draft" / "report.json")["extra"]
+
+
 def planned(run: Path) -> int:
     """The draft length that this machine's costs call for: 1, or the only other one that was asked for."""
-    return int(read_json(run / "draft" / "report.json")["extra"]["planned_k"])
+    return int(extra_of(run)["planned_k"])
 
 
 def same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
@@ -91,12 +97,12 @@ def test_a_run_leaves_its_page_with_a_replay_and_where_distributions_differ(run:
     assert "partial" not in page.texts[""]
     replay = read_json(run / "replay.json")
     assert page.blocks["replay-0-data"] == replay and len(replay["rows"]) == 4
-    extra = read_json(run / "draft" / "report.json")["extra"]
+    extra = extra_of(run)
     assert abs(extra["divergence"]["mean"] - 1 + extra["held_out"]["alpha_T1/all"]) < 1e-4
 
 
 def test_the_draft_is_the_checkpoint_of_the_highest_tau(run: Path) -> None:
-    extra = read_json(run / "draft" / "report.json")["extra"]
+    extra = extra_of(run)
     best = max(extra["checkpoints"], key=lambda kept: kept["tau"])["step"]
     assert extra["exported_step"] == best
     served = {name: value.to(torch.bfloat16) for name, value in weights(run, best).items()}
@@ -111,7 +117,7 @@ def events_of(run: Path) -> EventAccumulator:
 
 def test_figures_are_logged_at_the_steps_that_they_are_of(run: Path) -> None:
     events = events_of(run)
-    extra = read_json(run / "draft" / "report.json")["extra"]
+    extra = extra_of(run)
     for name in (tags.SPEEDUP, tags.SHARE, "4_held_out/acceptance_T1", "4_held_out/acceptance_T0"):
         assert [event.step for event in events.Scalars(name)] == [0, 2, 4, 5]
     for name in (tags.ACCEPTANCE, tags.TAU, "3_depth/acceptance_1"):
@@ -214,7 +220,7 @@ def test_a_run_that_lost_its_patience_stays_ended(
     monkeypatch.setattr(measurement, "quick", lambda plan, k: {"speedup": 1.0})
     monkeypatch.setattr(runs.Distillation, "tau", lambda *_: 2.0)  # it never rises
     monkeypatch.setattr(results, "export", went_down)
-    settings = ("trainer.patience=1", "trainer.steps=6", "trainer.validations=3", "rollout.temperatures=[1.0]")
+    settings = "trainer.patience=1 trainer.steps=6 trainer.validations=3 rollout.temperatures=[1.0]".split()
     assert job(place, "patience", *settings) == 1
     kept: list = []
     monkeypatch.setattr(results, "export", lambda job, module, steps, speed, _: kept.extend(speed.checkpoints) or {})
@@ -253,14 +259,14 @@ def test_a_training_that_begins_with_a_draft_says_what_it_gained(
     tuned = load_file(shutil.copytree(place / "target", place / "tuned") / "model.safetensors")
     tuned = {name: value + 0.02 * torch.randn_like(value) for name, value in tuned.items()}
     save_file(tuned, place / "tuned" / "model.safetensors", {"format": "pt"})
-    given = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.corpus_steps=0", "measure=false")
+    given = "rollout.temperatures=[1.0] trainer.steps=2 trainer.corpus_steps=0 measure=false".split()
     again = ("init=pretrained", f"draft.path={run / 'draft'}", "optimizer.lr=0.5", "trainer.clip=0")
     assert job(place, "again", *given, *again, target="tuned") == 0
     out, err = capsys.readouterr()
     assert f"the weights of the target {place / 'tuned'} are not those that the draft was trained for" in err
     own = r"\((\S+) on texts of the target that the draft was trained for\)"
     said = re.search(rf"since the start, T=1: acceptance (\S+) -> (\S+) {own}, tau at k=4 .* on 2 texts", out)
-    report = read_json(run / "draft" / "report.json")["extra"]["held_out"]["alpha_T1/all"]
+    report = extra_of(run)["held_out"]["alpha_T1/all"]
     assert float(said[3]) == pytest.approx(report, abs=5e-4)
     assert re.findall(rf"at the start, T=1: acceptance (\S+) {own}\n", out) == [(said[1], said[3])]
     start, end = (read_json(place / "again" / name) for name in ("start.json", "held_out.json"))
@@ -277,7 +283,7 @@ def test_a_training_that_begins_with_a_draft_says_what_it_gained(
 def test_a_run_without_measurement_exports_its_draft_and_is_measured_later(
     setting: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.corpus_steps=0", setting)
+    settings = f"rollout.temperatures=[1.0] trainer.steps=2 trainer.corpus_steps=0 {setting}".split()
     draft = place / setting / "draft"
     assert job(place, setting, *settings, "measure=false") == 0
     said = capsys.readouterr().out
@@ -302,7 +308,7 @@ def test_texts_that_a_server_did_not_sample_from_the_target_are_told(
         return [torch.randint(2, 300, (24,)).tolist() for _ in prompts]
 
     monkeypatch.setattr(samplers.Own, "__call__", wrong)
-    settings = ("measure=false", "rollout.temperatures=[1.0]", "trainer.steps=1", "trainer.corpus_steps=0")
+    settings = "measure=false rollout.temperatures=[1.0] trainer.steps=1 trainer.corpus_steps=0".split()
     assert job(place, "wrong", *settings) == 0
     assert (
         "warning: texts sampled at temperature 1 do not look as if this target sampled them" in capsys.readouterr().err
@@ -415,18 +421,8 @@ def test_rollout_writes_a_set(place: Path) -> None:
 
 
 def test_check_says_what_a_run_needs_and_writes_nothing(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        job(
-            place,
-            "checked",
-            "check=true",
-            "init=scratch",
-            "draft.width=32",
-            "draft.head_dim=16",
-            "draft.intermediate=64",
-        )
-        == 0
-    )
+    sizes = "init=scratch draft.width=32 draft.head_dim=16 draft.intermediate=64".split()
+    assert job(place, "checked", "check=true", *sizes) == 0
     said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert {"target", "draft", "vocabulary", "memory", "disk", "steps", "duration"} <= set(said)
     assert "tokenizer 300, model 300" in said["vocabulary"] and "init scratch" in said["draft"]
@@ -476,13 +472,8 @@ TEMPLATE = (
 )
 
 
-ONE_STEP = (
-    "rollout.prompt_tokens=60",
-    "rollout.temperatures=[1.0]",
-    "trainer.corpus_steps=0",
-    "trainer.steps=1",
-    "trainer.validations=1",
-)
+ONE_STEP = """rollout.prompt_tokens=60 rollout.temperatures=[1.0] trainer.corpus_steps=0 trainer.steps=1
+trainer.validations=1""".split()
 
 
 @pytest.fixture(scope="module")
@@ -524,7 +515,7 @@ def test_logs_that_are_not_the_targets_are_told_with_what_they_bias(
     assert job(chatting, "logs", "overwrite=true", "data.on_target=true", *ONE_STEP) == 0
     said = capsys.readouterr()
     assert "data.on_target=true, but the texts of data.path were not sampled from this target" in said.err
-    found = read_json(chatting / "logs" / "draft" / "report.json")["extra"]["given_texts"]
+    found = extra_of(chatting / "logs")["given_texts"]
     assert found["z"] > 6 and found["surprise"] > found["entropy"] and 0 < found["alpha"] <= 1
     assert f"acceptance is {found['alpha']:.3f} on the training texts that the target did not sample" in said.out
     assert f"and {found['alpha_own']:.3f} on texts that it sampled" in said.out

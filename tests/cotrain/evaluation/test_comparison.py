@@ -21,6 +21,7 @@ from cotrain.evaluation.comparison import (
     read_runs,
     since_start,
 )
+from inference.drafts.atomic import write_json
 
 LENGTHS = [40] * 30
 
@@ -53,7 +54,7 @@ def write(folder: Path, runs: list[dict[str, object]]) -> Path:
     for index, one in enumerate(runs):
         place = folder / str(index)
         place.mkdir(parents=True)
-        (place / "held_out.json").write_text(json.dumps(one))
+        write_json(place / "held_out.json", one)
     return folder
 
 
@@ -114,7 +115,7 @@ def test_runs_that_judged_parts_of_the_texts_are_compared_on_those_that_both_hav
     gain = {(g.label, g.k): g for g in compare(read_runs(write(tmp_path, [whole, part])), "kl")}["tv", int(k)]
     assert (gain.gain, gain.low, gain.high) == pytest.approx((0.05, 0.05, 0.05))
     texts["hashes"] = [f"another {row}" for row in range(5)]
-    (tmp_path / "1" / "held_out.json").write_text(json.dumps(part))
+    write_json(tmp_path / "1" / "held_out.json", part)
     assert {gain.label for gain in compare(read_runs(tmp_path), "kl")} == {"kl"}
 
 
@@ -174,26 +175,17 @@ def labels_of(folder: Path, *changes: str) -> list[str]:
             keys, _, value = change.partition("=")
             group, _, key = keys.rpartition(".")
             (settings[group] if group else settings)[key] = 1.0 if value == "1.0" else value
-        (place / "held_out.json").write_text(json.dumps(run("kl", index, 1.0)))
-        (place / "run.json").write_text(json.dumps({"cotrain": "0", "state": "finished", "settings": settings}))
+        write_json(place / "held_out.json", run("kl", index, 1.0))
+        write_json(place / "run.json", {"cotrain": "0", "state": "finished", "settings": settings})
         (place / "warm").mkdir()  # of a joint training, which is no run
-        (place / "warm" / "held_out.json").write_text(json.dumps(run("tv", index, 1.0)))
+        write_json(place / "warm" / "held_out.json", run("tv", index, 1.0))
     return sorted(read_runs(folder))
 
 
 @pytest.mark.parametrize(
     "change",
-    [
-        "draft.kind=hybrid",
-        "draft.layers=2",
-        "init.kind=scratch",
-        "loss.first=tv",
-        "regime.temperature=0.5",
-        "trainer.steps=9",
-        "rollout.texts=60",
-        "minutes=3",
-        "data.path=b.jsonl",
-    ],
+    """draft.kind=hybrid draft.layers=2 init.kind=scratch loss.first=tv regime.temperature=0.5 trainer.steps=9
+    rollout.texts=60 minutes=3 data.path=b.jsonl""".split(),
 )
 def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, change: str) -> None:
     key = change.partition("=")[0]
@@ -204,7 +196,7 @@ def test_runs_of_other_settings_are_not_pooled_under_one_label(tmp_path: Path, c
 
 @pytest.mark.parametrize(
     "change",  # the last: a setting that went
-    ["trainer.seed=5", "bench.prompts=9", "trainer.threads=1", "label=other", "draft.rank=0", "loss.hardest=1.0"],
+    "trainer.seed=5 bench.prompts=9 trainer.threads=1 label=other draft.rank=0 loss.hardest=1.0".split(),
 )
 def test_runs_that_differ_in_seeds_and_measuring_are_pooled(tmp_path: Path, change: str) -> None:
     assert labels_of(tmp_path, change) == ["kl"]
@@ -267,10 +259,10 @@ def test_a_drafts_record_is_its_report_or_else_that_of_its_run(tmp_path: Path) -
     draft = tmp_path / "draft"
     draft.mkdir()
     assert own_acceptance(draft) == {}
-    (tmp_path / FIGURES).write_text(json.dumps({"texts": {"0.7": {"alpha": 0.25}}}))
+    write_json(tmp_path / FIGURES, {"texts": {"0.7": {"alpha": 0.25}}})
     assert own_acceptance(draft) == {"0.7": 0.25}
     held = {"alpha_T0.7/all": 0.5, "alpha_T1/all": 0.75, "alpha_T1/code": 0.1, "alpha_greedy_draft_T1/all": 0.2}
-    (draft / "report.json").write_text(json.dumps({"extra": {"held_out": held}}))
+    write_json(draft / "report.json", {"extra": {"held_out": held}})
     assert own_acceptance(draft) == {"0.7": 0.5, "1": 0.75}
 
 
@@ -306,7 +298,7 @@ def test_a_broken_file_of_figures_is_named(
             del inner[last]
         else:
             inner[last] = value
-        file.write_text(json.dumps(figures))
+        write_json(file, figures)
         capsys.readouterr()
         assert main(words) == 1, value
         said = capsys.readouterr().err

@@ -14,6 +14,7 @@ from cotrain.export import medusa_layout
 from cotrain.export.eagle3 import export
 from cotrain.export.engines import launch, refuse_layout
 from inference import load
+from inference.drafts.atomic import write_json
 from inference.drafts.draft_folder import REPORT, Metadata, load_draft, read, save
 from inference.drafts.weight_files import WEIGHTS, read_json
 from inference.proposers.block import BlockNetwork
@@ -35,7 +36,7 @@ def built(folder: Path, k: int = 3, **settings: Any) -> BlockNetwork:
     network = kinds.block(tiny(dtype=torch.float32), **settings)
     metadata = Metadata(TARGET, k, kind="block", regime={"temperature": 0.7})
     save(network, None, folder, metadata, None)
-    (folder / REPORT).write_text(json.dumps({"extra": {"held_out": HELD_OUT}}))
+    write_json(folder / REPORT, {"extra": {"held_out": HELD_OUT}})
     return network
 
 
@@ -193,6 +194,6 @@ def test_confidence_heads_of_earlier_folders_are_not_read(tmp_path: Path) -> Non
     head = {f"confidence_head.{part}.weight": torch.ones(1, 16) for part in ("proj", "with_q")}
     save_file(load_file(folder / WEIGHTS) | head, folder / WEIGHTS, metadata={"format": "pt"})
     flags = {"enable_confidence_head": True, "confidence_head_with_markov": False}
-    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | flags))
+    write_json(folder / "config.json", read_json(folder / "config.json") | flags)
     old = load_draft(folder, network=BlockNetwork)[0]
     assert old.state_dict().keys() == network.state_dict().keys() and not old.config.enable_confidence_head

@@ -9,6 +9,7 @@ import pytest
 
 from cotrain.errors import UserError
 from cotrain.planning.costs_file import read_costs
+from inference.drafts.atomic import write_json
 from inference.measure.costs import Costs
 from tests.broken import broken
 
@@ -24,10 +25,10 @@ def own() -> dict[str, Any]:
 def test_a_plan_of_another_machine_gives_its_costs(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     costs = {"a": {str(one.rows): asdict(one) for one in (ONE, EIGHT)}}
-    file.write_text(json.dumps({"cells": [], "costs": costs}))
+    write_json(file, {"cells": [], "costs": costs})
     found = read_costs(str(file), "another name there", [1, 8], 2)
     assert [found[rows].rounds for rows in (1, 8)] == [ONE.rounds, EIGHT.rounds]
-    file.write_text(json.dumps({"cells": [], "costs": costs | {"b": {"1": asdict(EIGHT)}}}))
+    write_json(file, {"cells": [], "costs": costs | {"b": {"1": asdict(EIGHT)}}})
     assert read_costs(str(file), "b", [1], 2)[1].rounds == EIGHT.rounds
     with pytest.raises(UserError, match="it has costs of a, b, and none of c"):
         read_costs(str(file), "c", [1], 2)
@@ -35,7 +36,7 @@ def test_a_plan_of_another_machine_gives_its_costs(tmp_path: Path) -> None:
 
 def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    file.write_text(json.dumps(own()))
+    write_json(file, own())
     assert read_costs(str(file), "d", [1], 2)[1].rounds == ONE.rounds
 
 
@@ -54,7 +55,7 @@ def test_a_file_of_ones_own_has_the_seconds_of_each_part(tmp_path: Path) -> None
 )
 def test_wrong_files_are_named(rows: list[int], longest: int, change: Any, said: str, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    file.write_text(json.dumps({"1": own()["1"] | change}))
+    write_json(file, {"1": own()["1"] | change})
     with pytest.raises(UserError) as caught:
         read_costs(str(file), "d", rows, longest)
     assert str(caught.value).startswith(f"costs={file}: ") and said in str(caught.value)

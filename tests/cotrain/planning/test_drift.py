@@ -12,6 +12,7 @@ import pytest
 from cotrain.errors import UserError
 from cotrain.planning.drift import Drift, read_plan, served_counters
 from cotrain.planning.drift import drift as drift_of
+from inference.drafts.atomic import write_json
 from tests.broken import broken
 
 PREFIX = {"1": [0.6, 0.36, 0.22, 0.13], "0.3": [0.8, 0.64, 0.51, 0.41]}
@@ -44,8 +45,8 @@ def drift(tmp_path: Path) -> Callable[[Any, Any], Drift]:
             "acceptance": {"e": {"1": {"prefix": [0.1] * 4}}, **plan["acceptance"]},
             "cells": others + plan["cells"][::-1],
         }
-        (tmp_path / "plan.json").write_text(json.dumps(plan))
-        (tmp_path / "several.json").write_text(json.dumps(several))
+        write_json(tmp_path / "plan.json", plan)
+        write_json(tmp_path / "several.json", several)
         found = drift_of(read_plan(tmp_path / "plan.json"), counters)
         assert found == drift_of(read_plan(tmp_path / "several.json"), counters)
         return found
@@ -55,7 +56,7 @@ def drift(tmp_path: Path) -> Callable[[Any, Any], Drift]:
 
 def counters(tmp_path: Path, shares: list[float], rounds: int = 20_000) -> Any:
     file = tmp_path / "log.json"
-    file.write_text(json.dumps({"rounds": rounds, "accepted_by_depth": [round(rounds * share) for share in shares]}))
+    write_json(file, {"rounds": rounds, "accepted_by_depth": [round(rounds * share) for share in shares]})
     return served_counters(file)
 
 
@@ -119,11 +120,11 @@ def test_rounds_of_unequal_lengths_are_refused(tmp_path: Path, drift: Any) -> No
     """Half of the rounds drafted four tokens and half one, as forecast: a schedule is no drift."""
     file = tmp_path / "log.json"
     accepted = [6000, 1800, 1100, 650]
-    file.write_text(json.dumps({"rounds": 10_000, "accepted_by_depth": accepted, "drafted": 25_000}))
+    write_json(file, {"rounds": 10_000, "accepted_by_depth": accepted, "drafted": 25_000})
     with pytest.raises(UserError, match=r"rounds drafted 2.50 tokens on average, and 4 at most"):
         drift(PLAN, served_counters(file))
     whole = {"rounds": 10_000, "accepted_by_depth": [6000, 3600, 2200, 1300], "drafted": 39_500}
-    file.write_text(json.dumps(whole))  # the ends of texts
+    write_json(file, whole)  # the ends of texts
     assert drift(PLAN, served_counters(file)).cause is None
 
 

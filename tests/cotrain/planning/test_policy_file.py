@@ -1,6 +1,5 @@
 """The file of an adaptive policy: its estimates are those of the rounds that it was fitted to."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from cotrain.planning.policy_file import (
 )
 from inference import Engine, Sampling
 from inference.adaptive_policy import Adaptive, CallDecisions, Estimates, Recent, estimate, inputs
+from inference.drafts.atomic import write_json
 from inference.measure.costs import Costs
 from inference.policy import Fixed
 from inference.proposers import Independent, NGram
@@ -104,10 +104,11 @@ TABLE = Costs((1.0, 1.1, 1.2), 0.1, (0.05, 0.05, 0.05), first=0.02)
 def test_the_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     policy = policy_of({8: TABLE, 1: TABLE}, estimates(0.6, []), [], 32, torch.device("cpu"))
     policy = replace(policy, deciding={8: 0.125}, draft="hash")
-    (tmp_path / "policy.json").write_text(json.dumps(content(policy)))
-    assert Adaptive.load(tmp_path / "policy.json") == policy and list(policy.seconds) == [1, 8]
-    (tmp_path / "policy.json").write_text(json.dumps(content(replace(policy, deciding=None))))
-    assert Adaptive.load(tmp_path / "policy.json").decision(1) == 0.0  # everywhere
+    file = tmp_path / "policy.json"
+    write_json(file, content(policy))
+    assert Adaptive.load(file) == policy and list(policy.seconds) == [1, 8]
+    write_json(file, content(replace(policy, deciding=None)))
+    assert Adaptive.load(file).decision(1) == 0.0  # everywhere
     assert policy.seconds[1] == pytest.approx([TABLE.round(k) for k in range(3)])
 
 

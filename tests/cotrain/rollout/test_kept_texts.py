@@ -242,17 +242,12 @@ def test_over_a_full_cache_the_target_reads_no_text(place: Path, monkeypatch: py
         return target, words
 
     monkeypatch.setattr(run, "models", counted)
-    settings = (
-        "measure=false",
-        "rollout.temperatures=[1.0]",
-        "trainer.steps=4",
-        "trainer.validations=1",
-        "trainer.corpus_steps=0",
-        "trainer.remember_mb=0",
+    settings = [
+        *"""measure=false rollout.temperatures=[1.0] trainer.steps=4 trainer.validations=1 trainer.corpus_steps=0
+        trainer.remember_mb=0 loss=kl""".split(),
         f"rollout.folder={place / 'kept texts'}",
         f"trainer.cache={place / 'kept states'}",
-        "loss=kl",
-    )
+    ]
     assert job(place, "fills the cache", *settings) == 0
     assert sum(shape[1] > 8 for shape in passes) > 3
     passes.clear()

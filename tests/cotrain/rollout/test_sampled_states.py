@@ -50,7 +50,7 @@ def test_a_run_with_minutes_reads_no_text_again(setting: str, place: Path, monke
         fill(self, ids, *rest, **others)
 
     monkeypatch.setattr(MemoryCache, "fill", counted)
-    settings = ("measure=false", "trainer.corpus_steps=0", "rollout.temperatures=[1.0]", "trainer.steps=40")
+    settings = "measure=false trainer.corpus_steps=0 rollout.temperatures=[1.0] trainer.steps=40".split()
     assert job(place, f"kept {setting}", setting, *settings) == 0
     ((count, texts),) = stored
     assert count == texts * setting.startswith("minutes") and texts

@@ -180,16 +180,10 @@ def test_a_folder_without_metadata_is_read_by_its_tensors(place: Path, tmp_path:
 
 def test_a_run_starts_from_the_loaded_weights(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """From a pruned EAGLE to a P-EAGLE with the same tokens, in steps that hardly change a weight."""
-    settings = [
-        "draft=p_eagle",
-        f"draft.path={place / 'pruned'}",
-        "draft.vocabulary=20",
-        "draft.depths=2",
-        "optimizer.lr=1e-9",
-        "trainer.steps=2",
-        "measure=false",
-    ]
-    assert main(["train", *run_paths(place, tmp_path / "run"), *RUN, "init=pretrained", *settings]) == 0
+    settings = """init=pretrained draft=p_eagle draft.vocabulary=20 draft.depths=2 optimizer.lr=1e-9 trainer.steps=2
+    measure=false""".split()
+    paths = [*run_paths(place, tmp_path / "run"), f"draft.path={place / 'pruned'}"]
+    assert main(["train", *paths, *RUN, *settings]) == 0
     assert "the draft's vocabulary has 20 tokens:" in capsys.readouterr().out
     state = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
     expected = load_file(place / "pruned" / "model.safetensors")

@@ -60,7 +60,7 @@ def test_gradients_of_rounded_weights_move_the_whole_ones() -> None:
     assert torch.allclose(ours.grad, theirs.grad, atol=1e-6) and not torch.equal(ours, theirs)
 
 
-FEW = ("rollout.temperatures=[1.0]", "trainer.steps=2", "trainer.validations=1", "trainer.corpus_steps=0")
+FEW = "rollout.temperatures=[1.0] trainer.steps=2 trainer.validations=1 trainer.corpus_steps=0".split()
 
 
 def test_a_draft_trained_for_a_quantisation_is_exported_in_it(tmp_path: Path) -> None:

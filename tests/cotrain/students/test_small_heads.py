@@ -187,7 +187,7 @@ def test_a_run_trains_and_its_folder_drafts(
     settings: tuple[str, ...], place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = run_paths(place, tmp_path / "run")
-    more = ["init=target_layers", "init.layers=[0]", "trainer.steps=2", "measure=false"]
+    more = "init=target_layers init.layers=[0] trainer.steps=2 measure=false".split()
     assert main(["train", *paths, *RUN, *more, *settings]) == 0
     said = capsys.readouterr().out
     assert ("the draft's vocabulary has 40 tokens:" in said) is ("draft.vocabulary=40" in settings)

@@ -187,21 +187,15 @@ def test_a_trained_folder_decodes_as_the_target_alone(tmp_path: Path, capsys: py
     target = target_folder(tmp_path / "target", layers=3)
     own_texts(tmp_path / "own.jsonl", 60)
     small = folder(tmp_path / "donor", donor(len(sentencepiece())), sentencepiece())
-    settings = [
-        "rollout.texts=4",
-        "rollout.held_out_texts=2",
-        "rollout.new_tokens=16",
-        "rollout.prompt_tokens=8",
-        "trainer.steps=4",
-    ]
+    settings = """rollout.texts=4 rollout.held_out_texts=2 rollout.new_tokens=16 rollout.prompt_tokens=8 trainer.steps=4
+    init=transplant measure=false rollout.temperatures=[1] draft.vocabulary=90""".split()
     given = [
         f"target.path={target}",
         f"data.path={tmp_path / 'own.jsonl'}",
         f"output={tmp_path / 'run'}",
-        "init=transplant",
         f"draft.path={small}",
     ]
-    assert main(["train", *given, *settings, "measure=false", "rollout.temperatures=[1]", "draft.vocabulary=90"]) == 0
+    assert main(["train", *given, *settings]) == 0
     out = capsys.readouterr()
     assert out.err.count("init=transplant: of the target's 300 tokens, ") == 1
     assert "the draft's vocabulary has 90 tokens" in out.out

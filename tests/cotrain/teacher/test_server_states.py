@@ -68,6 +68,11 @@ def elsewhere(folder: Path, *some: FakeVLLM) -> Any:
     return served_elsewhere([one.url for one in some], load_ends(str(folder)), VOCABULARY, [2, 1])
 
 
+def one_token(client: hidden_states.StatesClient) -> object:
+    """What a server answers to a request for a text of one token."""
+    return client.complete([[1]], 1, Sampling(0), [0])
+
+
 @pytest.mark.parametrize("places", [None, PLACES], ids=["rows", "packed"])
 def test_states_and_logits_are_those_of_a_target_in_the_process(
     places: torch.Tensor | None, folder: Path, server: FakeVLLM
@@ -156,7 +161,7 @@ def test_servers_that_fail_rest_longer_and_longer_until_they_answer(server: Fake
         if client is not some.clients[0]:
             raise AssertionError("a server that rests longer was asked")
         rested.append(some.well_at[0] - time.monotonic())
-        return client.complete([[1]], 1, Sampling(0), [0])
+        return one_token(client)
 
     some.call(asked)
     some.call(asked)
@@ -170,7 +175,7 @@ def test_a_server_that_rests_does_not_hold_up_another(server: FakeVLLM, monkeypa
     some = servers_at([server.url] * 2, (), 4)
     server.faults = ["503"]
     clock = time.monotonic()
-    some.call(lambda client: client.complete([[1]], 1, Sampling(0), [0]))
+    some.call(one_token)
     assert time.monotonic() - clock < 15
 
 
@@ -226,7 +231,7 @@ def test_parts_of_the_target_that_are_missing_or_damaged_are_named(folder: Path,
 def test_a_request_that_is_rejected_is_not_repeated(code: int, server: FakeVLLM) -> None:
     server.faults = [str(code)] * 2
     with pytest.raises(UserError, match=f"answered {code}.*the prompt is too long"):
-        servers_at([server.url], (), 4).call(lambda client: client.complete([[1]], 1, Sampling(0), [0]))
+        servers_at([server.url], (), 4).call(one_token)
     assert len(server.asked) == 1
 
 
@@ -523,10 +528,10 @@ def test_the_command_names_the_layers_that_the_draft_reads(
     """And folder, parallelism, and what `cotrain train` needs; on a CPU, vLLM's connector is replaced."""
     given = ["teacher", f"target.path={folder}", f"output={tmp_path / 'states'}"]
     for settings, layers, connector in (
-        (["draft=eagle", "draft.intermediate=64", "gpus=4"], [1, 3], "ExampleHiddenStatesConnector"),
-        (["draft=medusa", "draft.depths=3", "gpus=0"], [3], "HiddenStatesOnCPU"),
+        ("draft=eagle draft.intermediate=64 gpus=4", [1, 3], "ExampleHiddenStatesConnector"),
+        ("draft=medusa draft.depths=3 gpus=0", [3], "HiddenStatesOnCPU"),
     ):
-        assert main([*given, *settings]) == 0
+        assert main([*given, *settings.split()]) == 0
         command, then = capsys.readouterr().out.splitlines()
         words = dict(word.partition("=")[::2] for word in shlex.split(command))
         config = json.loads(words["--speculative-config"])["draft_model_config"]["hf_config"]

@@ -20,12 +20,8 @@ from tests.cotrain.commands.test_train import SIZES, job, same, weights
 from tests.cotrain.teacher.test_spread import distance
 from tests.folders import own_texts, run_paths
 
-SETTINGS = [
-    "trainer.precision=32-true",
-    "trainer.corpus_steps=0",
-    "rollout.temperatures=[1.0]",
-    "loss=kl",  # of tv, rounding decides on which side of p a probability q lies that is p
-]
+# of the loss tv, rounding decides on which side of p a probability q lies that is p
+SETTINGS = "trainer.precision=32-true trainer.corpus_steps=0 rollout.temperatures=[1.0] loss=kl".split()
 
 
 def launch(folder: Path, output: str, *settings: str) -> dict[str, Any]:
@@ -75,21 +71,11 @@ def test_two_processes_train_what_one_would(alone: Path, pairs: dict[str, Path],
 def test_two_processes_move_a_target_as_one_would(place: Path) -> None:
     """Also with steps in which the adapter has no gradient."""
     own_texts(place / "more.jsonl", 900)  # of fewer too few held-out texts begin differently
-    given = (
+    given = [
         f"data.path={place / 'more.jsonl'}",
-        "mode=joint",
-        "joint.warm_steps=3",
-        "joint.steps=4",
-        "joint.every=2",
-        "joint.rank=2",
-        "joint.lr=0.05",
-        "joint.epsilon=9",
-        "rollout.held_out_texts=6",
-        "measure=false",
-        "trainer.steps=1",
-        "trainer.validations=1",
-        "optimizer.decay=0.4",
-    )
+        *"""mode=joint joint.warm_steps=3 joint.steps=4 joint.every=2 joint.rank=2 joint.lr=0.05 joint.epsilon=9
+        rollout.held_out_texts=6 measure=false trainer.steps=1 trainer.validations=1 optimizer.decay=0.4""".split(),
+    ]
     moved = trained(place, ("joint alone", *given), ("joint pair", *given, *WHOLE))
     start, one, two = (
         load_file(path / "model.safetensors") for path in (place / "target", *(run / "target" for run in moved))

@@ -2,7 +2,6 @@
 a run through the command line."""
 
 import copy
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -34,6 +33,8 @@ from cotrain.teacher.target_model import ENCODER, Seen, decoder_outputs, encoder
 from cotrain.training.module import Distillation, Stage
 from cotrain.training.preconditions import domains, fits
 from inference import Engine, Sampling, load
+from inference.drafts.atomic import write_json
+from inference.drafts.weight_files import read_json
 from inference.models.passes import LAST
 from inference.models.pretrained import longest_text
 from inference.policy import Fixed
@@ -403,7 +404,7 @@ def run(place: Path) -> Path:
 @pytest.mark.thorough
 def test_a_run_ends_with_a_measured_draft(run: Path, place: Path) -> None:
     assert train(place, "run") == 0
-    report = json.loads((run / "draft" / "report.json").read_text())
+    report = read_json(run / "draft" / "report.json")
     assert report["exactness"]["passed"] and abs(report["extra"]["parity"]["z"]) < 4
     assert report["extra"]["prompts"] == "own"
     engine = load(run / "draft")
@@ -486,9 +487,9 @@ def test_a_deeper_decoder_that_transformers_cannot_decode_is_named_early(
 ) -> None:
     shutil.copytree(place / "target", tmp_path / "deep")
     file = tmp_path / "deep" / "config.json"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     assert config.pop("decoder_layers") == 3
-    file.write_text(json.dumps(config))
+    write_json(file, config)
     assert train(place, "refused", f"target.path={tmp_path / 'deep'}", "check=true") != 0
     assert 'needs "decoder_layers": 3 in its config.json' in capsys.readouterr().err
 

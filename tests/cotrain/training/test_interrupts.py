@@ -23,7 +23,7 @@ from inference.drafts.draft_folder import read
 from inference.drafts.weight_files import WEIGHTS
 from tests.cotrain.commands.test_train import job
 
-QUICK = ("measure=false", "rollout.temperatures=[1.0]", "trainer.corpus_steps=0", "trainer.accumulate=2")
+QUICK = "measure=false rollout.temperatures=[1.0] trainer.corpus_steps=0 trainer.accumulate=2".split()
 
 
 LAST = Path("checkpoints") / "last.ckpt"
@@ -42,7 +42,7 @@ def test_a_run_that_ends_while_it_measures_leaves_a_draft_and_goes_on(
     def ended(*_: Any) -> Any:
         raise Interrupted(signal.SIGINT, "interrupted")
 
-    settings = ("measure=true", "trainer.steps=2", "bench.minutes=0")
+    settings = "measure=true trainer.steps=2 bench.minutes=0".split()
     monkeypatch.setattr(results.measurement, "measure", ended)
     assert quick(place, "unmeasured", *settings) == 128 + signal.SIGINT
     draft = place / "unmeasured" / "draft"

@@ -1,7 +1,6 @@
 """Joint training: gradients in both models, the bound, and what a run writes and says."""
 
 import copy
-import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -35,6 +34,7 @@ from cotrain.training.module import Stage
 from cotrain.training.optim import trapezoid
 from cotrain.training.progress import Progress
 from inference import Engine, Sampling
+from inference.drafts.atomic import write_json
 from inference.drafts.moved_target import MOVED, movement_of, said
 from inference.drafts.weight_files import read_json
 from inference.models import pretrained
@@ -268,18 +268,8 @@ def test_the_adapter_has_the_scale_that_is_returned_also_if_the_last_one_tried_w
 # --- a run
 
 
-SETTINGS = (
-    "mode=joint",
-    "joint.warm_steps=3",
-    "joint.steps=3",
-    "joint.rank=2",
-    "measure=false",
-    "trainer.steps=2",
-    "trainer.validations=1",
-    "rollout.held_out_texts=6",
-    "rollout.temperatures=[1.0]",
-    "rollout.prompt_tokens=24",
-)
+SETTINGS = """mode=joint joint.warm_steps=3 joint.steps=3 joint.rank=2 measure=false trainer.steps=2
+trainer.validations=1 rollout.held_out_texts=6 rollout.temperatures=[1.0] rollout.prompt_tokens=24""".split()
 
 
 WITHIN = ("joint.epsilon=0.5", "joint.lr=0.02", *SETTINGS)
@@ -339,7 +329,7 @@ def warmed(pair: Path, output: Path, **joint: float) -> None:
     run = read_json(pair / "run.json")
     run["state"] = "unfinished"
     run["settings"]["joint"] |= joint
-    (output / "run.json").write_text(json.dumps(run))
+    write_json(output / "run.json", run)
 
 
 def test_a_run_writes_a_moved_target_that_is_as_far_as_it_says(pair: Path, half: Path) -> None:
@@ -443,7 +433,7 @@ def test_texts_to_learn_from_at_last_are_the_originals(pair: Path, place: Path) 
     """Also if no first stage sampled them."""
     settings = [one for one in SETTINGS if not one.startswith(("joint.warm_steps", "trainer."))]
     settings += ["joint.warm_steps=0", "init=pretrained", f"draft.path={pair / 'warm' / 'draft'}"]
-    settings += ["joint.epsilon=9", "joint.lr=0.2", "trainer.steps=2", "trainer.corpus_steps=0"]
+    settings += "joint.epsilon=9 joint.lr=0.2 trainer.steps=2 trainer.corpus_steps=0".split()
     assert job(place, "pretrained", *settings, target="half") == 0
     found = list((place / "pretrained").rglob("train_T1.parquet"))
     assert found == [place / "pretrained" / "warm" / "rollouts" / "train_T1.parquet"]
@@ -498,7 +488,7 @@ def test_an_interrupted_run_moves_the_target_to_the_same_place(
 
 
 def test_an_adapter_that_is_not_merged_is_named_in_the_report_too(tmp_path: Path) -> None:
-    (tmp_path / MOVED).write_text(json.dumps({"kl": 0.1, "identity": {}}))
+    write_json(tmp_path / MOVED, {"kl": 0.1, "identity": {}})
     assert movement_of("elsewhere", str(tmp_path)) == {"kl": 0.1} and movement_of("elsewhere") is None
 
 

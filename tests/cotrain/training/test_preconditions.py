@@ -141,8 +141,9 @@ def test_check_refuses_the_texts_that_a_run_could_not_learn_from_once_it_has_sam
     sampled = padded([{"domain": "own", "prompt": [2, 3], "completion": [4]}])
     monkeypatch.setattr(Sampled, "texts", lambda *_, **__: sampled)
     write_rows(tmp_path / "rows.jsonl", (ROWS[rows](n) for n in range(30)))
-    sizes = "rollout.texts=8", "rollout.held_out_texts=2", "rollout.new_tokens=8", "rollout.prompt_tokens=64"
-    cfg = composed("draft=independent", "loss=kl", "measure=false", f"data.path='{tmp_path}/rows.jsonl'", *sizes)
+    sizes = """draft=independent loss=kl measure=false rollout.texts=8 rollout.held_out_texts=2 rollout.new_tokens=8
+    rollout.prompt_tokens=64""".split()
+    cfg = composed(f"data.path='{tmp_path}/rows.jsonl'", *sizes)
     target, outcomes = network(), set[bool]()
     for template, end in ((TEMPLATE, True), (None, True), (None, False)):
         words = copy.deepcopy(tokenizer())
@@ -220,14 +221,8 @@ SAID = {  # of two domains, with 6 and 2 prompts of at most 8 tokens: settings, 
 @pytest.mark.parametrize("settings", SAID)
 def test_lines_say_how_often_a_text_is_read(settings: str) -> None:
     job = job_of(
-        "rollout.prompt_tokens=8",
-        "trainer.steps=20",
-        "trainer.batch=2",
-        "trainer.accumulate=3",
-        "trainer.corpus_steps=0",
-        "trainer.minutes=null",
-        "rollout.texts=6",
-        *settings.split(),
+        *f"""rollout.prompt_tokens=8 trainer.steps=20 trainer.batch=2 trainer.accumulate=3 trainer.corpus_steps=0
+        trainer.minutes=null rollout.texts=6 {settings}""".split()
     )
     rows = [
         {"domain": domain, "prompt": [place] * size, "completion": []}

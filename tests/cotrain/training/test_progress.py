@@ -63,10 +63,10 @@ def test_a_run_leaves_time_for_what_follows_its_training(
         true(self)
 
     monkeypatch.setattr(progresses, "time", SimpleNamespace(monotonic=monotonic))
-    monkeypatch.setattr(fits, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for module in (fits, commands):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(Distillation, "judge", judge)
-    settings = ("minutes=1.0", "trainer.steps=1000", "trainer.validations=1", "measure=false")
+    settings = "minutes=1.0 trainer.steps=1000 trainer.validations=1 measure=false".split()
     assert quick(place, "in time", *settings) == 0
     clock = saved_by(place / "in time")["callbacks"]["Clock"]
     assert 60 * clock["left"] == pytest.approx(40, abs=3)
@@ -141,13 +141,8 @@ def test_a_judging_reads_the_texts_that_fit_its_share(place: Path, monkeypatch: 
 
     monkeypatch.setattr(modules, "evaluate", evaluate)
     monkeypatch.setattr(modules, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    settings = (
-        "minutes=10.0",
-        "trainer.validations=1",
-        "rollout.held_out_texts=12",
-        "measure=false",
-        "rollout.prompt_tokens=24",
-    )
+    settings = """minutes=10.0 trainer.validations=1 rollout.held_out_texts=12 measure=false
+    rollout.prompt_tokens=24""".split()
     assert quick(place, "judged", *settings, "trainer.steps=2") == 0
     texts = saved_by(place / "judged")["callbacks"]["Clock"]["texts"]
     first, timed, *validations = [count for count in counts if count > 1]  # points between validations are of one text

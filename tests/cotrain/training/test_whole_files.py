@@ -231,13 +231,7 @@ def test_a_run_with_a_damaged_checkpoint_says_so_and_trains_anew_without_it(
     place: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = (
-        "measure=false",
-        "loss=kl",
-        "rollout.temperatures=[1.0]",
-        "trainer.corpus_steps=0",
-        "trainer.validations=1",
-    )
+    settings = "measure=false loss=kl rollout.temperatures=[1.0] trainer.corpus_steps=0 trainer.validations=1".split()
     assert job(place, "damaged", *settings, "trainer.steps=2") == 0
     last = place / "damaged" / "checkpoints" / "last.ckpt"
     figures = (place / "damaged" / "held_out.json").read_text()
