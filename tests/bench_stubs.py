@@ -97,7 +97,9 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         Plan,
         "student",
         lambda self, network: SimpleNamespace(
-            proposer=lambda **settings: SimpleNamespace(network=network, depths=LIMIT["depths"], **settings)
+            proposer=lambda **settings: SimpleNamespace(
+                network=network, depths=LIMIT["depths"], shortens=False, **settings
+            )
         ),
     )
     return found

@@ -28,6 +28,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "medusa": {"depths": 3},
     "hydra": {"depths": 3},
     "quantised": {"bits": 8},
+    "hybrid_quantised": {"bits": 8},
     "two_levels": {"bits": 8, "inner": 2},
 }
 

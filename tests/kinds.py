@@ -22,7 +22,7 @@ from inference.proposers.conditioned import Conditioned, conditioned
 from inference.proposers.eagle import Eagle, EagleNetwork
 from inference.proposers.early_exit import EarlyExit, ExitNetwork, untrained_exit
 from inference.proposers.heads import Hydra, HydraConfig, HydraNetwork, Medusa, MedusaConfig, MedusaNetwork
-from inference.proposers.hybrid import LONGEST, Gate, Hybrid, HybridExit
+from inference.proposers.hybrid import LONGEST, Gate, Hybrid, HybridExit, HybridQuantised
 from inference.proposers.p_eagle import PEagle, PEagleNetwork
 from inference.proposers.parallel import Parallel
 from inference.proposers.quantised import Quantised
@@ -75,6 +75,10 @@ def hybrid(target: LlamaForCausalLM) -> Hybrid:
 
 def hybrid_exit(target: LlamaForCausalLM) -> HybridExit:
     return HybridExit(EarlyExit(exit_network(target), target), Retrieval(shortest=1), hybrid(target).gate)
+
+
+def hybrid_quantised(target: LlamaForCausalLM) -> HybridQuantised:
+    return HybridQuantised(Quantised(target), Retrieval(shortest=1), hybrid(target).gate)
 
 
 def eagle(target: LlamaForCausalLM, noise: float = 0.1, made: Any = EagleNetwork, **settings: Any) -> Any:
@@ -252,6 +256,9 @@ KINDS = {
     "retrieval": Kind(lambda target: Retrieval(shortest=1)),
     "hybrid": Kind(hybrid),
     "hybrid_exit": Kind(hybrid_exit),
+    "hybrid_quantised": Kind(
+        lambda target: HybridQuantised(Quantised(target), Retrieval(shortest=1), hybrid(target).gate)
+    ),
     "example": Kind(next_head),
 }
 

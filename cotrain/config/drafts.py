@@ -255,6 +255,17 @@ class QuantisedDraft(Draft):
     """Bits of a weight."""
 
 
+class HybridQuantisedDraft(QuantisedDraft):
+    """Drafts by look-up if this is expected to be faster, and otherwise with the target in fewer bits. Nothing is
+    trained."""
+
+    kind: Literal["hybrid_quantised"] = "hybrid_quantised"  # type: ignore[assignment]
+    datastore: Path = None
+    """A folder of `cotrain datastore`, which is searched too."""
+    shortest: Size = 2
+    """The least length of a match, in tokens."""
+
+
 class TwoLevelsDraft(_Started):
     """The target in fewer bits drafts for the target. The small independent draft in draft.path= drafts for the target
     in fewer bits. Nothing is trained."""
@@ -281,6 +292,7 @@ AnyDraft = Annotated[
     | HybridDraft
     | HybridExitDraft
     | QuantisedDraft
+    | HybridQuantisedDraft
     | TwoLevelsDraft,
     Field(discriminator="kind"),
 ]

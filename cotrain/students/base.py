@@ -43,6 +43,7 @@ KINDS = {  # kind -> module:class, imported on first use
     "retrieval": "cotrain.students.retrieval:RetrievalStudent",
     "hybrid": "cotrain.students.retrieval:HybridStudent",
     "hybrid_exit": "cotrain.students.retrieval:HybridExitStudent",
+    "hybrid_quantised": "cotrain.students.retrieval:HybridQuantisedStudent",
     "quantised": "cotrain.students.quantised:QuantisedStudent",
     "two_levels": "cotrain.students.quantised:TwoLevelsStudent",
 }

@@ -10,6 +10,7 @@ from cotrain.config.groups import Init
 from cotrain.students.base import Student, Trials
 from cotrain.students.early_exit import EarlyExitStudent
 from cotrain.students.independent import IndependentStudent
+from cotrain.students.quantised import QuantisedStudent
 from inference import proposers
 from inference.measure.gating import calibrate
 from inference.proposers import kind_of
@@ -117,3 +118,12 @@ class HybridExitStudent(_WithLookup, EarlyExitStudent):  # type: ignore[misc]  #
 
     def alone(self, greedy: bool, int8: bool) -> Proposer:
         return EarlyExitStudent.proposer(self, greedy=greedy)
+
+
+class HybridQuantisedStudent(_WithLookup, QuantisedStudent):  # type: ignore[misc]  # drafts no trees
+    """The student for the target in fewer bits, which drafts where look-up does not. It is not trained."""
+
+    kind = "hybrid_quantised"
+
+    def alone(self, greedy: bool, int8: bool) -> Proposer:
+        return QuantisedStudent.proposer(self, greedy=greedy)

@@ -23,6 +23,7 @@ from inference.lookup.suffixes import Match
 from inference.proposers.base import CompositeProposer, LoadArguments, Numbers, Proposal, Proposer, Round, RoundView
 from inference.proposers.early_exit import EarlyExit, ExitNetwork
 from inference.proposers.independent import Independent
+from inference.proposers.quantised import Quantised, QuantisedNetwork
 from inference.proposers.retrieval import Retrieval, chains
 from inference.sampling import one_hot
 
@@ -223,6 +224,13 @@ class HybridExit(Hybrid):
 
     network_class = ExitNetwork
     model_class = EarlyExit
+
+
+class HybridQuantised(Hybrid):
+    """A `Hybrid` whose model is the target in fewer bits."""
+
+    network_class = QuantisedNetwork
+    model_class = Quantised
 
 
 class PartialRound(RoundView):

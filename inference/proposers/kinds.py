@@ -19,6 +19,7 @@ KINDS = {  # name -> module:class
     "retrieval": "inference.proposers.retrieval:Retrieval",
     "hybrid": "inference.proposers.hybrid:Hybrid",
     "hybrid_exit": "inference.proposers.hybrid:HybridExit",
+    "hybrid_quantised": "inference.proposers.hybrid:HybridQuantised",
 }
 
 

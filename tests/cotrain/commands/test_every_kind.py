@@ -193,6 +193,11 @@ def test_a_server_of_any_kind_is_compared(
         ("eagle", {"vocab_size": 301}, "draft.path=PATH: its vocab_size is 301, but the target's is 300"),
         ("early_exit", {"num_hidden_layers": 3}, "draft.path=PATH: it exits after 3 layers, but the target has only 2"),
         (
+            "hybrid_exit",
+            {"num_hidden_layers": 3},
+            "draft.path=PATH: it exits after 3 layers, but the target has only 2",
+        ),
+        (
             "early_exit",
             {"projections": {"mlp.up_proj": [64, 32]}},
             "draft.path=PATH: its mlp.up_proj has the size .64, 32., ",
@@ -211,7 +216,18 @@ def test_a_server_of_any_kind_is_compared(
         ("hybrid", {"lookup": {"datastore": "STORE"}}, "draft.path=PATH: its datastore was made for 999 ids, but the "),
         ("hydra", {"num_heads": 4}, "tensor state has shape .3, 64, 64., config.json says .4, 64"),
     ],
-    ids=["width", "vocabulary", "layers", "projections", "positions", "no store", "words", "other store", "heads"],
+    ids=[
+        "width",
+        "vocabulary",
+        "layers",
+        "layers too",
+        "projections",
+        "positions",
+        "no store",
+        "words",
+        "other store",
+        "heads",
+    ],
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(
     kind: str, values: dict[str, Any], message: str, place: Path, tmp_path: Path, settings: dict[str, Any]

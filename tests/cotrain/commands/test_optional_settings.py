@@ -37,6 +37,7 @@ TAKES = {
     "hybrid": {*SHAPE, "datastore", "shortest", "vocabulary", "head_rank"},
     "hybrid_exit": {"layers", "rank", "bits", "depths", "datastore", "shortest"},
     "quantised": {"bits"},
+    "hybrid_quantised": {"bits", "datastore", "shortest"},
     "two_levels": {"bits", "inner"},
 }
 VALUES = {

@@ -51,6 +51,7 @@ REFUSED = {  # of each kind, by the engines that have a layout for features and 
     "early_exit": ("it loads no early_exit drafts; they are loaded by no engine of the table",) * 2,
     "hybrid_exit": ("it loads no hybrid_exit drafts; they are loaded by no engine of the table",) * 2,
     "quantised": ("it loads no quantised drafts; they are loaded by no engine of the table",) * 2,
+    "hybrid_quantised": ("it loads no hybrid_quantised drafts; they are loaded by no engine of the table",) * 2,
 }
 
 
