@@ -31,7 +31,7 @@ def store(place: Path) -> Path:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["retrieval", "hybrid", "hybrid_exit"])
+@pytest.mark.parametrize("kind", ["retrieval", "hybrid", "hybrid_exit", "hybrid_quantised"])
 def test_kinds_with_look_up_are_trained_measured_and_served(kind: str, place: Path, store: Path) -> None:
     settings = (f"draft={kind}", f"draft.datastore={store}", "draft.shortest=1", "trainer.steps=2", "overwrite=true")
     assert job(place, kind, *settings) == 0
