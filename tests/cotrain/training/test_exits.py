@@ -182,14 +182,17 @@ def test_exits_are_rated_on_prompts_that_rank(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.thorough
-def test_a_run_chooses_says_why_and_keeps_its_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", ["early_exit", "hybrid_exit"])
+def test_a_run_chooses_says_why_and_keeps_its_choice(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target_and_texts(tmp_path)
     run = tmp_path / "run"
     asked = [
         "train",
         *run_paths(tmp_path, "run"),
         *SIZES,
-        "draft=early_exit",
+        f"draft={kind}",
         "draft.rank=0",
         "trainer.steps=1",
         "trainer.corpus_steps=0",
