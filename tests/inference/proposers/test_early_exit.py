@@ -128,16 +128,16 @@ def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> No
 @needs_kernels
 def test_of_all_layers_in_four_bits_the_last_stays_the_targets_in_eight(tmp_path: Path) -> None:
     """Trained as served, from a folder too; an exit before the last layer has 4 bits in all of its own."""
-    target = halved(build("Llama", WIDE | {"num_hidden_layers": 8, "intermediate_size": 96}))
-    assert untrained_exit(target, 7, 0, 1, 4).config.changed == 7
-    network = untrained_exit(target, 8, 0, 1, 4)
+    target = halved(build("Llama", WIDE | {"num_hidden_layers": 9, "intermediate_size": 96}))
+    assert untrained_exit(target, 8, 0, 1, 4).config.changed == 8
+    network = untrained_exit(target, 9, 0, 1, 4)
     network.save_pretrained(tmp_path)
     network = ExitNetwork.from_pretrained(tmp_path)
-    assert network.config.changed == 7 and not len(network.layers[7])
+    assert network.config.changed == 8 and not len(network.layers[8])
     proposer = EarlyExit(network, target)
     watched = Watched(proposer)
     Engine(target, watched, policy=Fixed(1)).generate(PROMPTS[:1], max_new_tokens=9, sampling=Sampling(1.0))
-    last, others = (proposer.lm.run.weights.layers[at].qkv.packed.weight for at in (7, 0))  # type: ignore[union-attr]
+    last, others = (proposer.lm.run.weights.layers[at].qkv.packed.weight for at in (8, 0))  # type: ignore[union-attr]
     assert (last.dtype, others.dtype) == (torch.int8, torch.uint8)
     for done in watched.rounds:
         ids = torch.tensor([done.texts[0]])
