@@ -215,35 +215,30 @@ class HydraDraft(_Started):
     """The number of heads; each makes one draft of a round."""
 
 
-class RetrievalDraft(Draft):
+class _LookedUp(Draft):
+    datastore: Path = None
+    """A folder of `cotrain datastore`, which is searched too."""
+    shortest: Size = 2
+    """The least length of a match, in tokens."""
+
+
+class RetrievalDraft(_LookedUp):
     """Drafts by look-up alone, without a draft model and without training."""
 
     trained = False
     kind: Literal["retrieval"] = "retrieval"
-    datastore: Path = None
-    """A folder of `cotrain datastore`, which is searched too."""
-    shortest: Size = 2
-    """The least length of a match, in tokens."""
 
 
-class HybridDraft(_Shaped):
+class HybridDraft(_LookedUp, _Shaped):
     """Drafts by look-up if this is expected to be faster, and otherwise with an independent draft model."""
 
     kind: Literal["hybrid"] = "hybrid"
-    datastore: Path = None
-    """A folder of `cotrain datastore`, which is searched too."""
-    shortest: Size = 2
-    """The least length of a match, in tokens."""
 
 
-class HybridExitDraft(EarlyExitDraft):
+class HybridExitDraft(_LookedUp, EarlyExitDraft):
     """Drafts by look-up if this is expected to be faster, and otherwise with an early exit."""
 
     kind: Literal["hybrid_exit"] = "hybrid_exit"  # type: ignore[assignment]
-    datastore: Path = None
-    """A folder of `cotrain datastore`, which is searched too."""
-    shortest: Size = 2
-    """The least length of a match, in tokens."""
 
 
 class QuantisedDraft(Draft):
@@ -255,15 +250,11 @@ class QuantisedDraft(Draft):
     """Bits of a weight."""
 
 
-class HybridQuantisedDraft(QuantisedDraft):
+class HybridQuantisedDraft(_LookedUp, QuantisedDraft):
     """Drafts by look-up if this is expected to be faster, and otherwise with the target in fewer bits. Nothing is
     trained."""
 
     kind: Literal["hybrid_quantised"] = "hybrid_quantised"  # type: ignore[assignment]
-    datastore: Path = None
-    """A folder of `cotrain datastore`, which is searched too."""
-    shortest: Size = 2
-    """The least length of a match, in tokens."""
 
 
 class TwoLevelsDraft(_Started):

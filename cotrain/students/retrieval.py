@@ -73,7 +73,7 @@ class _WithLookup(Student):
 
     def alone(self, greedy: bool, int8: bool) -> Proposer:
         """Return the proposer that drafts where look-up does not."""
-        raise NotImplementedError(f"{type(self).__name__}.alone")
+        return super().proposer(greedy=greedy, int8=int8)
 
     def calibrate(self, proposer: Proposer, trials: Trials) -> dict[str, Any]:
         """Return the entry `lookup` for the network's config: the look-up settings with a gate, the measured figures by
@@ -116,14 +116,8 @@ class HybridExitStudent(_WithLookup, EarlyExitStudent):  # type: ignore[misc]  #
     kind = "hybrid_exit"
     begins_with = ("early_exit",)
 
-    def alone(self, greedy: bool, int8: bool) -> Proposer:
-        return EarlyExitStudent.proposer(self, greedy=greedy)
-
 
 class HybridQuantisedStudent(_WithLookup, QuantisedStudent):  # type: ignore[misc]  # drafts no trees
     """The student for the target in fewer bits, which drafts where look-up does not. It is not trained."""
 
     kind = "hybrid_quantised"
-
-    def alone(self, greedy: bool, int8: bool) -> Proposer:
-        return QuantisedStudent.proposer(self, greedy=greedy)

@@ -35,7 +35,6 @@ MANIFEST = "teacher.json"
 SUM = " checksum"  # suffix of an entry's checksum
 READERS = ThreadPoolExecutor(1)  # which read ahead
 Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without one
-Name = tuple[int, Width]  # of a record: the text's key, and its padded lengths
 
 
 class MemoryCache:
@@ -47,9 +46,9 @@ class MemoryCache:
 
     def __init__(self, read: Reader, limit: int) -> None:
         self.read, self.room = read, limit
-        self.records: dict[Name, Record] = {}
+        self.records: dict[tuple[int, Width], Record] = {}  # by text key and padded lengths
         self.widths: set[Width] = set()
-        self.early: dict[tuple[Name, ...], Future[Record]] = {}  # reads in other threads
+        self.early: dict[tuple[tuple[int, Width], ...], Future[Record]] = {}  # reads in other threads
         self.waited = 0.0  # seconds in which a call waited for such a read
         self.began = math.inf  # when the first such read did
 
@@ -94,8 +93,7 @@ class MemoryCache:
             names, before = self._names(ids[part], keys[part], sources), len(self.records)
             if all(name in self.records for name in names):
                 continue
-            # the call of this class, which stores what `read` returns; that of a subclass may not
-            MemoryCache.__call__(self, ids[part], keys[part], source=sources, length=lengths)
+            self._look_up(ids[part], names, source=sources, length=lengths)
             if len(self.records) == before:
                 break  # full
         if progress:
@@ -109,7 +107,6 @@ class MemoryCache:
                 rest = columns_of(len(row), size.view(1)) - int(size)
                 self._keep(name, {layer: pad(values, (0, 0, 0, rest)) for layer, values in record.items()})
 
-    @torch.no_grad()
     def __call__(
         self,
         ids: Tensor,
@@ -125,7 +122,28 @@ class MemoryCache:
         encoder input in every call. position_ids (B, T): only if texts are packed. source (B, S): only if the target
         has an encoder. length (B,): the number of tokens of each text; None: all rows are whole texts.
         """
-        names = self._names(ids, keys, source)
+        return self._look_up(ids, self._names(ids, keys, source), position_ids, source, length)
+
+    def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
+        """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
+        None. Records of these texts at other padded lengths are evicted, since they are not used again."""
+        width = ids.shape[1], 0 if source is None else source.shape[1]
+        numbers = keys.tolist()
+        for key in numbers:
+            for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
+                self.room += nbytes(self.records.pop(name))
+        self.widths.add(width)
+        return [(key, width) for key in numbers]
+
+    @torch.no_grad()
+    def _look_up(
+        self,
+        ids: Tensor,
+        names: list[tuple[int, Width]],
+        position_ids: Tensor | None = None,
+        source: Tensor | None = None,
+        length: Tensor | None = None,
+    ) -> Record:
         if any(name not in self.records for name in names):
             early, clock = self.early.pop((*names,), None), time.perf_counter()
             record = early.result() if early else self.read(ids, position_ids, source, length)
@@ -139,18 +157,7 @@ class MemoryCache:
             for part, states in record.items()
         }
 
-    def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[Name]:
-        """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
-        None. Records of these texts at other padded lengths are evicted, since they are not used again."""
-        width = ids.shape[1], 0 if source is None else source.shape[1]
-        numbers = keys.tolist()
-        for key in numbers:
-            for name in [(key, other) for other in self.widths - {width} if (key, other) in self.records]:
-                self.room += nbytes(self.records.pop(name))
-        self.widths.add(width)
-        return [(key, width) for key in numbers]
-
-    def _store(self, names: list[Name], record: Record, length: Tensor | None) -> None:
+    def _store(self, names: list[tuple[int, Width]], record: Record, length: Tensor | None) -> None:
         """Store the states of each text, without columns that are padding. length (B,): tokens of each, or None."""
         if not self.room:
             return
@@ -159,7 +166,7 @@ class MemoryCache:
             end = columns_of(len(row[LAST]), None if length is None else length[place : place + 1])
             self._keep(name, {part: values if part == ENCODER else values[:end] for part, values in row.items()})
 
-    def _keep(self, name: Name, record: Record) -> None:
+    def _keep(self, name: tuple[int, Width], record: Record) -> None:
         if name not in self.records and nbytes(record) <= self.room:
             self.records[name] = {part: values.clone() for part, values in record.items()}
             self.room -= nbytes(record)

@@ -235,8 +235,9 @@ def untrained_exit(
     known: dict[str, Any] = {name: getattr(settings, name, None) for name in (*SIZES, *IDS)}
     sizes = layer_projections(blocks[0])
     unchanged = round(layers / UNCHANGED) if bits and layers == len(blocks) else 0
-    known |= {"rank": rank, "bits": bits, "unchanged": unchanged, "depths": depths, "projections": sizes}
-    config = ExitConfig(layers, **known)
+    config = ExitConfig(
+        num_hidden_layers=layers, rank=rank, bits=bits, unchanged=unchanged, depths=depths, projections=sizes, **known
+    )
     plain = (block.get_submodule(name) for block in blocks[:layers] for name in sizes)
     if bits and not (sizes and all(type(one) is nn.Linear and one.weight.is_floating_point() for one in plain)):
         raise ValueError(
