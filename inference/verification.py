@@ -98,12 +98,12 @@ def verified(
 
 def _by_operator(round: DecodingRound, logits: Tensor, proposal: Proposal, asked: Tensor) -> Tensor:
     """Return the table of a round with a chain by an operator of `kernels.cpp`. It is empty if the operator is not
-    loaded, for other rules than `token` and `block`, for drafts without distributions, if the target's distributions
-    depend on more than temperature and top-p, and if one is missing."""
+    loaded, for other rules than `token` and `block`, if the target's distributions depend on more than temperature and
+    top-p, and if one is missing."""
     x, rule, regimes = proposal.x, round.rule, round.batch.regimes
     q = logits[:, :0] if proposal.q is None else proposal.q
     plain = type(round) is DecodingRound and not (round.batch.penalties or regimes.max_top_k or regimes.any_min_p)
-    floats = logits.dtype == q.dtype == torch.float32 and logits.device.type == "cpu" and q.shape[1] == x.shape[1]
+    floats = logits.dtype == q.dtype == torch.float32 and logits.device.type == "cpu"
     if not (plain and floats and rule in (RULES["token"], RULES["block"]) and hasattr(torch.ops.inference, "verified")):
         return x[:0]
     given, u = (logits, q, x, asked, regimes.temperature, regimes.tails), (round.test_noise, round.last_noise)

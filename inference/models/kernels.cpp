@@ -7,7 +7,7 @@
 // of 16 bits, to which each row of x is rounded, and sums are whole numbers. Behind its weights, of inputs that are made
 // even, such a panel has P float32 numbers, the scales of its outputs, and P more bytes if its inputs are odd. In 4 bits a
 // word holds eight weights, 8 added to each: its bytes have those of four inputs below and of the next four above. They are
-// multiplied by the two bytes of such whole numbers, and each group of inputs has scales of its own.
+// multiplied by whole numbers of 8 bits, and each group of inputs has scales of its own, for the weights and for x.
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/TensorOperators.h>
@@ -15,6 +15,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -54,7 +55,7 @@ constexpr int LARGEST = 127 * 257;       // of a rounded x, which is 256 times a
 constexpr int64_t TERMS = 512;           // of a sum of products with int8: TERMS * 127 * LARGEST is below 2^31
 constexpr int64_t GROUP = 32;            // inputs of a weight in 4 bits that share a scale
 constexpr int64_t GROUP_BYTES = GROUP / 2 + 2;  // of an output: its weights and a scale in bfloat16
-constexpr int64_t GROUP_WORDS = GROUP / 2 + 1;  // of a rounded row of x: the bytes of its numbers, and 8 times their sum
+constexpr int64_t GROUP_WORDS = GROUP / 4 + 2;  // of a rounded row of x: the bytes of its numbers, 8 times their sum, their scale
 
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef uint32_t Words __attribute__((vector_size(4 * W)));
@@ -247,12 +248,11 @@ inline Words joined(Whole sum) {
 
 // `tile` of a panel in groups of 4 bits. x (M, in / GROUP * GROUP_WORDS)
 template <int M>
-void tile_in_groups(
-    const uint32_t* x, const float* scales, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
+void tile_in_groups(const uint32_t* x, const char* panel, float* y, int64_t in, int64_t outputs, int64_t stride) {
   Floats totals[M][2] = {};
   const int64_t groups = in / GROUP, width = groups * GROUP_WORDS;
   for (int64_t g = 0; g < groups; g++, panel += P * GROUP_BYTES, x += GROUP_WORDS) {
-    Whole sums[M][2][2] = {};  // of both halves of the outputs, with the upper and the lower bytes
+    Whole sums[M][2] = {};  // of both halves of the outputs
 #pragma GCC unroll 4
     for (int eight = 0; eight < GROUP / 8; eight++) {
       Words both[2];
@@ -262,81 +262,92 @@ void tile_in_groups(
       for (int four = 0; four < 2; four++) {
         const Words first = both[0] >> 4 * four & 0x0f0f0f0fu, second = both[1] >> 4 * four & 0x0f0f0f0fu;
 #pragma GCC unroll 6
-        for (int m = 0; m < M; m++)
-#pragma GCC unroll 2
-          for (int byte = 0; byte < 2; byte++) {
-            const Words one = x[m * width + byte * GROUP / 4 + eight * 2 + four] - Words{};
-            sums[m][0][byte] = quad(sums[m][0][byte], first, one);
-            sums[m][1][byte] = quad(sums[m][1][byte], second, one);
-          }
+        for (int m = 0; m < M; m++) {
+          const Words one = x[m * width + eight * 2 + four] - Words{};
+          sums[m][0] = quad(sums[m][0], first, one);
+          sums[m][1] = quad(sums[m][1], second, one);
+        }
       }
     }
     Words scale;
     std::memcpy(&scale, panel + P * GROUP / 2, sizeof scale);
 #pragma GCC unroll 6
-    for (int m = 0; m < M; m++)
+    for (int m = 0; m < M; m++) {
+      const uint32_t* its = x + m * width + GROUP / 4;
+      float its_scale;
+      std::memcpy(&its_scale, its + 1, sizeof its_scale);
 #pragma GCC unroll 2
       for (int part = 0; part < 2; part++) {
-        const Words sum = (joined(sums[m][part][0]) << 8) + joined(sums[m][part][1]) - x[m * width + GROUP / 2];
-        totals[m][part] += __builtin_convertvector((Whole)sum, Floats) * (Floats)(part ? scale & 0xffff0000u : scale << 16);
+        const Words sum = joined(sums[m][part]) - its[0];
+        totals[m][part] += __builtin_convertvector((Whole)sum, Floats) * ((Floats)(part ? scale & 0xffff0000u : scale << 16) * its_scale);
       }
+    }
   }
-  for (int m = 0; m < M; m++) {
-    for (auto& part : totals[m]) part *= scales[m];
-    std::memcpy(y + m * stride, totals[m], outputs * sizeof(float));
-  }
+  for (int m = 0; m < M; m++) std::memcpy(y + m * stride, totals[m], outputs * sizeof(float));
 }
 
 inline int64_t even(int64_t n) { return n + n % 2; }
 
-// Rows of x, each of `in` numbers, as words of two whole numbers of 16 bits, which mean themselves times the row's scale.
-// The largest magnitude of a row becomes `LARGEST`. The scale of a row that is not finite is NaN. in_groups: for each
-// group, words of four upper bytes of its numbers, as many of their lower bytes, then 8 times the sum of the numbers.
-struct Rounded {
-  std::vector<uint32_t> words;
-  std::vector<float> scales;
+// Numbers x as whole numbers of at most `most`, which mean themselves times `scale`. It is NaN if one is not finite.
+struct Rounding {
+  float scale, factor;
 
-  Rounded(const float* x, int64_t rows, int64_t in, bool in_groups)
-      : words(rows * (in_groups ? in / GROUP * GROUP_WORDS : even(in) / 2)), scales(rows) {
-    const int64_t width = words.size() / std::max<int64_t>(1, rows);
-    for (int64_t r = 0; r < rows; r++, x += in) {
-      Floats largest = {}, nothing = {};
-      for (int64_t i = 0; i < in; i += W) {
-        Floats some = some_of(x + i, in - i, 0);
-        nothing += some * 0.f;
-        some = some < 0.f ? -some : some;
-        largest = some > largest ? some : largest;
-      }
-      float most = 0, lost = 0;
-      for (int w = 0; w < W; w++) most = std::max(most, largest[w]), lost += nothing[w];
-      scales[r] = most / LARGEST + lost;
-      const float factor = most > 0 ? LARGEST / most : 0;
-      uint32_t* to = words.data() + r * width;
-      for (int64_t i = 0; in_groups && i < in; i += GROUP, to += GROUP_WORDS) {
-        Whole sums = {};
-        for (int64_t j = 0; j < GROUP; j += W) {
-          const Whole whole = nearest(load(x + i + j) * factor), lower = whole << 24 >> 24;
-          sums += whole;
-          narrow<int8_t>(whole - lower >> 8, to + j / 4, W);
-          narrow<int8_t>(lower, to + (GROUP + j) / 4, W);
-        }
-        for (int w = 0; w < W; w++) to[GROUP / 2] += 8 * static_cast<uint32_t>(sums[w]);
-      }
-      for (int64_t i = 0; !in_groups && i < in; i += W)
-        narrow<int16_t>(nearest(some_of(x + i, in - i, 0) * factor), to + i / 2, std::min<int64_t>(W, in - i));
+  Rounding(const float* x, int64_t n, float most) {
+    Floats largest = {}, nothing = {};
+    for (int64_t i = 0; i < n; i += W) {
+      Floats some = some_of(x + i, n - i, 0);
+      nothing += some * 0.f;
+      some = some < 0.f ? -some : some;
+      largest = some > largest ? some : largest;
     }
+    float top = 0, lost = 0;
+    for (int w = 0; w < W; w++) top = std::max(top, largest[w]), lost += nothing[w];
+    scale = top / most + lost;
+    factor = top > 0 ? most / top : 0;
   }
 
-  // from numbers whose whole part has 16 bits
-  static Whole nearest(Floats x) { return (Whole)(x + NEAREST) << 16 >> 16; }
-
-  template <typename T>
-  static void narrow(Whole numbers, uint32_t* to, int64_t count) {
-    typedef T Narrow __attribute__((vector_size(sizeof(T) * W)));
-    const auto narrow = __builtin_convertvector(numbers, Narrow);
-    std::memcpy(to, &narrow, count * sizeof(T));
-  }
+  Whole operator()(Floats x) const { return (Whole)(x * factor + NEAREST) << 16 >> 16; }
 };
+
+template <typename T>
+void narrow(Whole numbers, uint32_t* to, int64_t count) {
+  typedef T Narrow __attribute__((vector_size(sizeof(T) * W)));
+  const auto narrow = __builtin_convertvector(numbers, Narrow);
+  std::memcpy(to, &narrow, count * sizeof(T));
+}
+
+// Rows of x, each of `in` numbers, as words of two whole numbers of 16 bits. The largest magnitude of a row becomes
+// `LARGEST`. scales (rows,).
+std::vector<uint32_t> in_pairs(const float* x, int64_t rows, int64_t in, std::vector<float>& scales) {
+  std::vector<uint32_t> words(rows * even(in) / 2);
+  for (int64_t r = 0; r < rows; r++, x += in) {
+    const Rounding whole(x, in, LARGEST);
+    scales.push_back(whole.scale);
+    uint32_t* to = words.data() + r * even(in) / 2;
+    for (int64_t i = 0; i < in; i += W)
+      narrow<int16_t>(whole(some_of(x + i, in - i, 0)), to + i / 2, std::min<int64_t>(W, in - i));
+  }
+  return words;
+}
+
+// Rows of x for weights in 4 bits: for each group, words of four bytes of its numbers, then 8 times their sum and their
+// scale. The largest magnitude of a group becomes 127.
+std::vector<uint32_t> in_groups(const float* x, int64_t rows, int64_t in) {
+  std::vector<uint32_t> words(rows * in / GROUP * GROUP_WORDS);
+  uint32_t* to = words.data();
+  for (int64_t g = 0; g < rows * in / GROUP; g++, x += GROUP, to += GROUP_WORDS) {
+    const Rounding whole(x, GROUP, 127);
+    Whole sums = {};
+    for (int64_t i = 0; i < GROUP; i += W) {
+      const Whole some = whole(load(x + i));
+      sums += some;
+      narrow<int8_t>(some, to + i / 4, W);
+    }
+    for (int w = 0; w < W; w++) to[GROUP / 4] += 8 * static_cast<uint32_t>(sums[w]);
+    std::memcpy(to + GROUP / 4 + 1, &whole.scale, sizeof whole.scale);
+  }
+  return words;
+}
 
 #ifdef __AVX512BF16__
 bool rounds = true;  // whether products over weights in bfloat16 round what they multiply to bfloat16
@@ -377,7 +388,7 @@ void some_rows(
   if constexpr (M > 0) {
     if (rows >= M) {
       if constexpr (kind == NIBBLE)
-        tile_in_groups<M>(x, scales, panel, y, in, outputs, stride);
+        tile_in_groups<M>(x, panel, y, in, outputs, stride);
       else
         tile<kind, M, M < 4 && kind != ROUNDED ? 5 - M : 1>(x, scales, panel, y, in, outputs, stride);
     } else
@@ -417,9 +428,11 @@ void times(
 void multiply(const float* x, const at::Tensor& weight, const float* bias, float* y, int64_t rows, int64_t outputs) {
   const auto dtype = weight.scalar_type();
   const float* none = nullptr;
-  if (dtype == at::kChar || dtype == at::kByte) {
-    const Rounded of(x, rows, inputs(weight), dtype == at::kByte);
-    return (dtype == at::kChar ? times<BYTE> : times<NIBBLE>)(of.words.data(), of.scales.data(), weight, bias, y, rows, outputs);
+  if (dtype == at::kByte) return times<NIBBLE>(in_groups(x, rows, inputs(weight)).data(), none, weight, bias, y, rows, outputs);
+  if (dtype == at::kChar) {
+    std::vector<float> scales;
+    const auto words = in_pairs(x, rows, inputs(weight), scales);
+    return times<BYTE>(words.data(), scales.data(), weight, bias, y, rows, outputs);
   }
 #ifdef __AVX512BF16__
   if (dtype == at::kBFloat16 && rounds)
@@ -607,8 +620,16 @@ void rescore(const at::Tensor& x, const at::Tensor& exact, at::Tensor& logits) {
     at::parallel_for(0, all, 16, [&](int64_t begin, int64_t end) {
       for (int64_t one = begin; one < end; one++) {
         const int64_t at = one * step % all, r = at / parts, first = at % parts * PART;
-        for (int64_t v = first; v < std::min(V, first + PART); v++)
-          if (to[r * V + v] > least[r]) to[r * V + v] = inner(numbers(x) + r * in, rows + v * in, in);
+        int64_t near[PART], count = 0;
+        for (int64_t v = first; v < std::min(V, first + PART); v++) {
+          near[count] = v;
+          count += to[r * V + v] > least[r];
+        }
+        for (int64_t j = 0; j < count; j++) {
+          const int64_t next = near[std::min(j + 2, count - 1)] * in;  // memory takes longer than a product
+          for (int64_t i = 0; i < in; i += 64 / sizeof(scalar_t)) __builtin_prefetch(rows + next + i);
+          to[r * V + near[j]] = inner(numbers(x) + r * in, rows + near[j] * in, in);
+        }
       }
     });
   });
@@ -698,13 +719,21 @@ at::Tensor without_tail(const at::Tensor& given, const at::Tensor& tails_) {
 // p = the distribution of logits (n,) at a temperature, one-hot for 0, without the tail. Returns false, with no meaning in
 // p, if there is none, or where `cut_tail` does not decide.
 bool distribution(const float* logits, float* p, int64_t n, float temperature, double tail) {
-  const float most = largest(logits, n), divisor = temperature == 0 ? 1 : temperature, top = most / divisor;
+  const float most = largest(logits, n), top = most / temperature;
   if (!std::isfinite(most)) return false;
-  if (divisor == 1)
+  if (temperature == 0) {
+    bool none = false;
+    for (int64_t i = 0; i < n; i++) none |= logits[i] != logits[i];
+    if (none) return false;
+    std::fill(p, p + n, 0.f);
+    p[std::find(logits, logits + n, most) - logits] = 1;
+    return true;
+  }
+  if (temperature == 1)
     std::copy_n(logits, n, p);
   else
-    for (int64_t i = 0; i < n; i++) p[i] = logits[i] / divisor;
-  if (tail > 0 && temperature > 0 && !cut_tail(p, p, n, tail)) return false;
+    for (int64_t i = 0; i < n; i++) p[i] = logits[i] / temperature;
+  if (tail > 0 && !cut_tail(p, p, n, tail)) return false;
   double whole = 0;
   for (int64_t begin = 0; begin < n; begin += PART) {
     Floats sums = {};
@@ -719,11 +748,6 @@ bool distribution(const float* logits, float* p, int64_t n, float temperature, d
     whole += total(sums);
   }
   if (std::isnan(whole)) return false;
-  if (temperature == 0) {
-    std::fill(p, p + n, 0.f);
-    p[std::find(logits, logits + n, most) - logits] = 1;
-    return true;
-  }
   const float share = static_cast<float>(1 / whole);
   for (int64_t i = 0; i < n; i++) p[i] *= share;
   return true;
@@ -786,7 +810,7 @@ double excess(const float* p, const float* q, float weight, float* rest, int64_t
 
 // The table of a round (`verification.RoundResult`) whose distributions depend on a temperature and top-p alone, by the
 // rules of `verify/chain.py`; empty if some distribution is missing or `cut_tail` does not decide.
-// logits (A, K + 1, V). q (A, K, V). x (A, K): drafts. k (A,): how many each row has. temperature, tails (A,).
+// logits (A, K + 1, V). q (A, K, V), or (A, 0, V) if every draft is certain. x (A, K): drafts. k (A,): how many each row has. temperature, tails (A,).
 // u (A, K or more), next (A,): uniforms for the tests, and for the token after them. block: whether the rule is `block`.
 at::Tensor verified(
     const at::Tensor& logits_, const at::Tensor& q_, const at::Tensor& x_, const at::Tensor& k_, const at::Tensor& temperature_,
@@ -809,7 +833,7 @@ at::Tensor verified(
     }
   });
   for (int64_t a = 0; a < A; a++)
-    for (int64_t i = 0; i < lengths[a]; i++) known[a * (K + 1)] &= !std::isnan(numbers(q)[(a * K + i) * V]);
+    for (int64_t i = 0; q.size(1) && i < lengths[a]; i++) known[a * (K + 1)] &= !std::isnan(numbers(q)[(a * K + i) * V]);
   if (!std::all_of(known.begin(), known.end(), [](char one) { return one; })) return at::empty({0}, x.options());
   auto table = at::empty({A, columns}, x.options());
   auto* to = table.mutable_data_ptr<int64_t>();
@@ -818,17 +842,24 @@ at::Tensor verified(
     for (int64_t a = begin; a < end; a++) {
       const int64_t k = lengths[a];
       float* row = of + a * (K + 1) * V;
-      const float* its_q = K ? numbers(q) + a * K * V : nullptr;
+      std::vector<float> certain(q.size(1) ? 0 : V);
+      int64_t sure = 0;
+      auto drafted_from = [&](int64_t i) -> const float* {  // distribution of a draft
+        if (q.size(1)) return numbers(q) + (a * K + i) * V;
+        certain[sure] = 0;
+        certain[sure = drafts[a * K + i]] = 1;
+        return certain.data();
+      };
       std::vector<float> w{1.f};
       int64_t n = 0;
       bool passes = true;  // whether all drafts so far did, under the rule `token`
       for (int64_t i = 1; i <= k; i++) {
         const int64_t token = drafts[a * K + i - 1];
-        const float mass = row[(i - 1) * V + token], ratio = mass > 0 ? mass / its_q[(i - 1) * V + token] : 0.f;
+        const float mass = row[(i - 1) * V + token], ratio = mass > 0 ? mass / drafted_from(i - 1)[token] : 0.f;
         w.push_back(w.back() > 0 ? std::min(w.back() * ratio, 1.f) : 0.f);
         float share = ratio;
         if (block && i < k) {
-          const auto more = static_cast<float>(excess(row + i * V, its_q + i * V, w[i], nullptr, V));
+          const auto more = static_cast<float>(excess(row + i * V, drafted_from(i), w[i], nullptr, V));
           share = more == 0 && w[i] == 1 ? 1.f : more / (more + (1 - w[i]));
         } else if (block) {
           share = w[i];
@@ -839,7 +870,7 @@ at::Tensor verified(
       float* mass = row + n * V;
       if (n < k) {
         auto rest = std::vector<float>(V);
-        if (excess(mass, its_q + n * V, block ? w[n] : 1.f, rest.data(), V) > 0) std::copy(rest.begin(), rest.end(), mass);
+        if (excess(mass, drafted_from(n), block ? w[n] : 1.f, rest.data(), V) > 0) std::copy(rest.begin(), rest.end(), mass);
       }
       int64_t* line = to + a * columns;
       const int64_t found[6] = {n, drawn(mass, V, last[a]), k, 0, 0, n < k};
@@ -1173,12 +1204,44 @@ std::tuple<at::Tensor, at::Tensor> chain(
   return {at::stack(drafts, 1), at::stack(distributions, 1)};
 }
 
+// A hash (1,) of the bytes of contiguous tensors: any change of one number changes it, and a move of some nearly always.
+at::Tensor hash_of(at::TensorList tensors) {
+  typedef uint64_t Longs __attribute__((vector_size(64)));
+  constexpr int64_t SOME = 65536;  // bytes that a thread reads at once
+  struct Part {
+    const char* from;
+    int64_t bytes;
+    uint64_t sum;
+  };
+  auto mixed = [](auto x) { return (x << 7 | x >> 57) * 3; };  // one to one
+  std::vector<Part> parts;
+  for (const auto& tensor : tensors)
+    for (int64_t at = 0, all = tensor.nbytes(); at < all; at += SOME)
+      parts.push_back({static_cast<const char*>(tensor.const_data_ptr()) + at, std::min(SOME, all - at), 0});
+  at::parallel_for(0, parts.size(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
+      Longs sums[4] = {};
+      for (int64_t at = 0; at < parts[p].bytes; at += sizeof sums) {
+        Longs some[4] = {};
+        std::memcpy(some, parts[p].from + at, std::min<int64_t>(sizeof sums, parts[p].bytes - at));
+        for (int i = 0; i < 4; i++) sums[i] = mixed(sums[i]) ^ some[i];
+      }
+      for (const auto& each : sums)
+        for (int i = 0; i < 8; i++) parts[p].sum = mixed(parts[p].sum) ^ each[i];
+    }
+  });
+  uint64_t sum = 0;
+  for (const auto& part : parts) sum = mixed(sum) ^ part.sum;
+  return at::full({1}, static_cast<int64_t>(sum), at::kLong);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
+  m.def("hash_of(Tensor[] tensors) -> Tensor");
   m.def("product(Tensor x, Tensor weight, Tensor bias, Tensor exact, int outputs) -> Tensor");
   m.def("without_tail(Tensor logits, Tensor tails) -> Tensor");
   m.def(
@@ -1197,6 +1260,7 @@ TORCH_LIBRARY_FRAGMENT(inference, m) {
 
 TORCH_LIBRARY_IMPL(inference, CPU, m) {
   m.impl("packed", packed);
+  m.impl("hash_of", hash_of);
   m.impl("product", product);
   m.impl("without_tail", without_tail);
   m.impl("verified", verified);

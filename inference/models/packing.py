@@ -3,13 +3,13 @@
 For a weight in torch's own order, a kernel rearranges it at every call. Those of `kernels.cpp` read weights that are
 already rearranged, if bfloat16 or float16 represents them, as one does for nearly every checkpoint, or if they are
 rounded to 8 or 4 bits. They widen each weight, and states and sums are in float32, so a pass of a model in float32
-differs from its own only in the order of sums. (Weights in 8 or 4 bits are multiplied by x rounded to 16 bits, in whole
-numbers.) It reads half of the bytes or less, and a few ids take little more time than one
-(`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round what
-they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's product is
-then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. So do longer ones on
-a CPU without AMX, while no row of the pass reads more than 1,024 slots. The kernels are compiled once per machine, by
-the machine's C++ compiler.
+differs from its own only in the order of sums. (Weights in 8 bits are multiplied by x rounded to 16 bits, those in 4
+bits by x rounded to 8, in whole numbers.) It reads half of the bytes or less, and a few ids take little more time than
+one (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round
+what they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's
+product is then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. So do
+longer ones on a CPU without AMX, while no row of the pass reads more than 1,024 slots. The kernels are compiled once
+per machine, by the machine's C++ compiler.
 """
 
 import copy
@@ -46,10 +46,11 @@ FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=
 class Widened:
     """Multiplies by a weight (out, in), and adds a bias (out,) or None, by `kernels.cpp`, with sums in float32. weight:
     in bfloat16, float16 or int8, or the bits of bfloat16 as int16. With a weight in bfloat16, x is rounded to bfloat16
-    first if the CPU has instructions for such products. With one in int8, each row of x is rounded to 16 bits. scale in
-    float32: for an int8 weight, (out,) if its row r means scale[r] * weight[r]; (out, in / GROUP) for weights from -8
-    to 7, which are stored in 4 bits, with the scales of groups of inputs, in bfloat16. nbytes: of the second copy.
-    exact: the weight whose rows replace the largest products (`Rescored`), or empty."""
+    first if the CPU has instructions for such products. With one in int8, each row of x is rounded to 16 bits; with one
+    in 4 bits, each group of a row to 8. scale in float32: for an int8 weight, (out,) if its row r means scale[r] *
+    weight[r]; (out, in / GROUP) for weights from -8 to 7, which are stored in 4 bits, with the scales of groups of
+    inputs, in bfloat16. nbytes: of the second copy. exact: the weight whose rows replace the largest products
+    (`Rescored`), or empty."""
 
     exact = torch.empty(0)
 
@@ -79,8 +80,8 @@ class Rescored(Widened):
 
 
 def in_groups(weight: Tensor) -> Tensor:
-    """Return a weight (out, in) as (out, groups, inputs of a group): `GROUP`, or all if they are fewer."""
-    return weight.unflatten(1, (-1, min(GROUP, weight.shape[1])))
+    """Return weights (..., in) as (..., groups, inputs of a group): `GROUP`, or all if they are fewer."""
+    return weight.unflatten(-1, (-1, min(GROUP, weight.shape[-1])))
 
 
 def nearest(shares: Tensor) -> Tensor:

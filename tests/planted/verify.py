@@ -55,4 +55,6 @@ ROWS_OF_BUGS = [
     ('rejected_children_of_one_seed', 'inference/verify/predict_tree.py', 'by_levels', 'seed=seed)', 'seed=0)', ['tests/inference/test_tree_drafts.py::test_each_seed_draws_other_children_to_reject[tree]'], 'predictions of all rounds are wrong in the same way'),
     ('the_last_token_is_drafted', 'inference/measure/tree_plan.py', 'reach_under', 'end - t - 1', 'end - t', ['tests/inference/measure/test_tree_plan.py::test_calls_from_two_passes_are_those_of_the_run[traversal-1.0]'], 27),
     ('the_operator_leaves_out_top_k', 'inference/verification.py', '_by_operator', ' or regimes.max_top_k', '', ['tests/inference/verify/test_operator.py::test_an_engine_decodes_the_same_with_and_without_it[sampling2-token]'], 'texts are not cut'),
+    ('certain_drafts_stay_in_the_next_distribution', 'inference/models/kernels.cpp', '', '        certain[sure] = 0;\n', '', ['tests/inference/verify/test_operator.py::test_tables_are_those_of_the_rules'], 'a look-up of several tokens is rejected by the wrong residual'),
+    ('missing_logits_at_temperature_0', 'inference/models/kernels.cpp', '', 'if (none) return false;', '', ['tests/inference/verify/test_operator.py::test_without_a_distribution_the_table_is_empty'], 'NaN in logits is decoded at temperature 0'),
 ]

@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from cotrain.config.changes import change
-from cotrain.config.drafts import MedusaDraft, RetrievalDraft
 from cotrain.config.groups import Data, Regime, Rollout
 from cotrain.config.settings import flat
 from cotrain.data.texts import Texts
@@ -18,9 +17,8 @@ from cotrain.students.independent import IndependentStudent
 from cotrain.training import assembly, fit
 from cotrain.training import job as jobs
 from cotrain.training.interrupts import Keeper
-from cotrain.training.job import Job, objective
+from cotrain.training.job import Job
 from cotrain.training.progress import Progress
-from inference import Sampling
 from tests.folders import network, tokenizer
 from tests.settings import composed, pick, put, typed
 
@@ -117,24 +115,6 @@ def test_the_trainer_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch
     job.cfg.trainer.minutes = 2
     fit._trainer(job, extra, 11, Progress(160), 0)
     assert made["val_check_interval"] == fit.NEVER and made["logger"][0]._kwargs["purge_step"] is None
-
-
-def test_a_plan_is_made_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, draft = job_of(), network(1)
-    job.cfg.draft = MedusaDraft()
-    given: Any = object()
-    monkeypatch.setattr(Job, "prompts", given)
-    plan = job.plan(draft)
-    assert (plan.target, plan.tokenizer, plan.draft) == (job.target, job.tokenizer, draft)
-    assert (plan.sampling, plan.verify, plan.objective) == (Sampling(0.8, 7, 0.9), "block", "greedy")
-    assert plan.bench == job.cfg.bench and plan.given is given and plan.kind == "medusa" and plan.tree is None
-    assert plan.known is job.rounds  # measured once for all checkpoints
-    assert plan.names == ("bundled", "medusa, target_layers, kl_then_tv")
-    job.cfg.loss.then = None
-    assert job.plan(draft).names == ("bundled", "medusa, target_layers, kl")
-    job.cfg.draft = RetrievalDraft()  # neither starts anywhere nor learns
-    assert job.plan(draft).names == ("bundled", "retrieval")
-    assert [objective(f"{name}_draft") for name in ("sampled", "greedy")] == ["sampled", "greedy"]
 
 
 def test_a_ranking_speaks_of_what_will_be_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,6 +52,13 @@ def halved(model: nn.Module) -> Any:
     return model.to(torch.bfloat16).to(torch.float32)
 
 
+def in_bytes(x: torch.Tensor) -> torch.Tensor:
+    """Rows of x as weights in 4 bits are multiplied: whole numbers up to 127 times a scale of each group."""
+    groups = packing.in_groups(x)
+    largest = groups.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return ((groups * (127 / largest)).round() * (largest / 127)).flatten(-2)
+
+
 def copies() -> int:
     gc.collect()
     return sum(isinstance(one, Widened) for one in gc.get_objects())
@@ -94,8 +101,11 @@ def test_products_are_those_of_the_weight(inputs, outputs, bias, shrunk, dtype):
         terms = nn.functional.linear(x.double().abs(), weight.double().abs(), None if wide is None else wide.abs())
         assert result.dtype == torch.float32 and result.shape == exact.shape
         error = (inputs + 3) * 2.0**-24 * terms
-        if dtype in (torch.int8, torch.uint8):  # x is rounded to whole numbers up to 32767
+        if dtype == torch.int8:  # x is rounded to whole numbers up to 32767
             error += x.abs().amax(-1, keepdim=True) / 32767 / 2 * weight.abs().sum(1)
+        if dtype == torch.uint8:  # to whole numbers up to 127, in groups
+            size = packing.in_groups(x.abs()).amax(-1) / 127 / 2
+            error += nn.functional.linear(size, packing.in_groups(weight.abs()).sum(-1))
         assert ((result.double() - exact).abs() <= error).all()
     apart = torch.randn(inputs, 3).T
     torch.testing.assert_close(product(apart), product(apart.contiguous()), rtol=0, atol=0)
@@ -121,7 +131,7 @@ def test_the_largest_logits_of_a_draft_are_exact_and_the_others_those_of_four_bi
     weight, x = (0.3 * torch.randn(5001, 96)).to(dtype), torch.randn(2, 3, 96)
     head = packing.Rescored(weight)
     numbers, scales = packing.int4_groups(weight, packing.best_scales(packing.in_groups(weight.float())))
-    four = x @ (packing.in_groups(numbers.float()) * scales.float().unsqueeze(2)).flatten(1).T
+    four = in_bytes(x) @ (packing.in_groups(numbers.float()) * scales.float().unsqueeze(2)).flatten(1).T
     exact, below, found = x @ weight.float().T, four.amax(-1, keepdim=True) - four, head(x)
     near, far = below < 8.99, below > 9.01
     assert near.sum(-1).min() > 20 and far.sum(-1).min() > 20 and found.shape == (2, 3, 5001)

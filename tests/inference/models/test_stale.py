@@ -20,6 +20,7 @@ from inference.proposers.quantised import Quantised
 from tests import standin
 from tests import tiny as models
 from tests.inference.models.test_llama import WIDE, build, passes
+from tests.inference.models.test_packing import needs_kernels
 from tests.kinds import KINDS, exit_network
 from tests.often import often
 from tests.tiny import near
@@ -237,6 +238,18 @@ def test_a_draft_in_fewer_bits_leaves_comparing_to_the_engine(bits, monkeypatch)
     monkeypatch.setattr(checksums, "_checksum", lambda *given, **named: looks.append(given) or look(*given, **named))
     texts(one)
     assert len(looks) == 1
+
+
+@needs_kernels
+def test_each_bit_and_each_place_counts_in_the_hash():
+    """Of some bytes and of many, with a last word that is not whole; for any number of threads."""
+    assert packing.has_kernels()
+    whole = (torch.arange(300_004) % 251).to(torch.uint8)
+    for at in range(2**14, len(whole), 997):
+        flipped, moved = whole.clone(), whole.clone()
+        flipped[at] ^= 1 << at % 8
+        moved[[at, at - 2**14]] = whole[[at - 2**14, at]]
+        assert len({int(torch.ops.inference.hash_of([x[:3], x[3:]])) for x in (whole, flipped, moved)}) == 3
 
 
 def exiting(target):

@@ -19,6 +19,7 @@ from inference.proposers.early_exit import (
     EarlyExit,
     ExitNetwork,
     FourBits,
+    InGroups,
     first_layers,
     learning,
     serving,
@@ -26,12 +27,25 @@ from inference.proposers.early_exit import (
 )
 from inference.proposers.quantised import Quantised
 from tests.inference.models.test_llama import WIDE, build
-from tests.inference.models.test_packing import BIASED, halved, needs_kernels
+from tests.inference.models.test_packing import BIASED, halved, in_bytes, needs_kernels
 from tests.kinds import KINDS, exit_network
 from tests.tiny import tiny
 from tests.watched import Watched
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3, 5], [8]]
+
+
+@pytest.fixture
+def as_served() -> Any:
+    """What is multiplied by weights in 4 bits is rounded as the kernels round it."""
+
+    def rounding(module: nn.Module, given: Any) -> Any:
+        if isinstance(module, InGroups):
+            early, late = given[0].tensor_split([module.first], 1)
+            return torch.cat((early, in_bytes(late)), 1)
+
+    with nn.modules.module.register_module_forward_pre_hook(rounding):
+        yield
 
 
 def stored(engine: Engine, length: int) -> list[torch.Tensor]:
@@ -85,6 +99,7 @@ def test_what_verification_stores_over_eight_bits_is_the_targets_own() -> None:
 
 
 @needs_kernels
+@pytest.mark.usefixtures("as_served")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> None:
     """At each draft of real rounds, over a target with biases, also after the target's head has changed; and in the
@@ -113,7 +128,7 @@ def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> No
                     if guess.depth >= done.k[b]:
                         continue
                     q = guess.head(guess.states).softmax(-1)[guess.at == len(text) - 1 + guess.depth][0]
-                    torch.testing.assert_close(done.q[b, guess.depth], q, atol=1e-4, rtol=5e-3)
+                    torch.testing.assert_close(done.q[b, guess.depth], q, atol=5e-3, rtol=0.05)
                     checked += 1
         assert checked > 10
     whole = copy.deepcopy(network)
@@ -126,6 +141,7 @@ def test_four_bits_are_served_by_the_kernels_as_they_are_learnt(rows: int) -> No
 
 
 @needs_kernels
+@pytest.mark.usefixtures("as_served")
 def test_of_all_layers_in_four_bits_the_last_stays_the_targets_in_eight(tmp_path: Path) -> None:
     """Trained as served, from a folder too; an exit before the last layer has 4 bits in all of its own."""
     target = halved(build("Llama", WIDE | {"num_hidden_layers": 9, "intermediate_size": 96}))

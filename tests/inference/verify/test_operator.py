@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from inference import Engine, Sampling, verification
 from inference.models import packing
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
-from inference.sampling import draw, probs
+from inference.sampling import draw, one_hot, probs
 from inference.verify import chain
 from inference.verify.rules import RULES
 from tests.inference.models.test_packing import needs_kernels
@@ -28,7 +27,8 @@ SAMPLING = [Sampling(t, top_p=p) for t in (1.0, 0.3, 0.0, 2.0) for p in (1.0, 0.
 @pytest.mark.parametrize("size", [5, 33, 1031, 4096])
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("depths", [0, 1, K])
-def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> None:
+@pytest.mark.parametrize("certain", [False, True])
+def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int, certain: bool) -> None:
     """Also of drafts that are likely to be accepted, and of rows with fewer drafts than others."""
     assert packing.has_kernels()
     random = torch.Generator().manual_seed(size + depths)
@@ -43,7 +43,8 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
         x = torch.multinomial(q.flatten(0, 1), 1, generator=random).view(A, depths) if depths else q[..., 0].long()
         k, u = torch.randint(depths + 1, (A,), generator=random), torch.rand(A, depths + 2, generator=random).double()
         u[1::2] = 0  # no token without mass may pass
-        given = logits, q, x, k, temperature, 1 - tails, u[:, 1:], u[:, 0].contiguous()
+        q = one_hot(x, q) if certain else q
+        given = logits, q[:, :0] if certain else q, x, k, temperature, 1 - tails, u[:, 1:], u[:, 0].contiguous()
         table = torch.ops.inference.verified(*given, rule == "block")
         if not table.numel():  # a tail of broad distributions that a sort decides
             continue
@@ -57,22 +58,24 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int) -> Non
 
 @needs_kernels
 @pytest.mark.parametrize("part", ["logits", "q", "none"])
-def test_without_a_distribution_the_table_is_empty(part: str) -> None:
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_without_a_distribution_the_table_is_empty(part: str, temperature: int) -> None:
     logits, u = torch.zeros(2, 3, 9), torch.zeros(2, 3).double()
     q, x, k = torch.full((2, 2, 9), 1 / 9), torch.zeros(2, 2).long(), torch.tensor([2, 2])
     if packing.has_kernels() and part == "q":
         q[1, 1] = math.nan
     elif part == "logits":
-        logits[1, 2] = -math.inf
-    table = torch.ops.inference.verified(logits, q, x, k, u[:, 0] + 1, u[:, 0], u, u[:, 0], True)
+        logits[1, 2] = -math.inf if temperature else torch.tensor([*range(8), math.nan])
+    table = torch.ops.inference.verified(logits, q, x, k, u[:, 0] + temperature, u[:, 0], u, u[:, 0], True)
     assert table.numel() == (16 if part == "none" else 0)
 
 
 @needs_kernels
 @pytest.mark.parametrize("rule", ["token", "block", "match", replace(RULES["block"], verify=RULES["match"].verify)])
 @pytest.mark.parametrize("sampling", [Sampling(1.0), SAMPLING[:3], *OTHERS, Sampling(0.0)])
+@pytest.mark.parametrize("looked_up", [False, True])
 def test_an_engine_decodes_the_same_with_and_without_it(
-    rule: Any, sampling: Any, monkeypatch: pytest.MonkeyPatch
+    rule: Any, sampling: Any, looked_up: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It applies to the rules and settings that it knows."""
     assert packing.has_kernels()
@@ -80,7 +83,8 @@ def test_an_engine_decodes_the_same_with_and_without_it(
     met, operator = [], verification._by_operator
     outs = []
     for used in (True, False):
-        engine = Engine(target, Independent(draft), verify=rule, policy=Uneven(), rows=2)
+        proposer = Retrieval() if looked_up else Independent(draft)
+        engine = Engine(target, proposer, verify=rule, policy=Uneven(), rows=2)
 
         def noted(*given: Any, used: bool = used) -> Any:
             met.append(operator(*given))
@@ -92,18 +96,3 @@ def test_an_engine_decodes_the_same_with_and_without_it(
     assert outs[0] == outs[1]
     applies = rule in ("token", "block") and sampling not in OTHERS
     assert {bool(table.numel()) for table in met} == {applies}
-
-
-@needs_kernels
-@pytest.mark.parametrize("case", ["recorded", "certain drafts", "float64"])
-def test_other_rounds_are_verified_in_python(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packing.has_kernels()
-    met, operator = [], torch.ops.inference.verified
-    monkeypatch.setattr(
-        torch.ops.inference, "verified", lambda *given: met.append(given[2].shape[1]) or operator(*given)
-    )
-    record: Any = SimpleNamespace(begin=lambda *_: None, note=lambda *_: None) if case == "recorded" else None
-    target = tiny(dtype=torch.float64 if case == "float64" else torch.float32)
-    engine = Engine(target, Retrieval() if case == "certain drafts" else None, record=record)
-    out = engine.generate([[1, 2, 1, 2, 1, 2]], max_new_tokens=9, sampling=Sampling(0.0), ignore_eos=True)
-    assert len(out.tokens[0]) == 9 and {*met} <= ({0} if case == "certain drafts" else set())
