@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
@@ -133,11 +134,21 @@ def counting(title: str, total: int, unit: str, hidden: bool = False) -> Iterato
 
 @contextmanager
 def working(title: str) -> Iterator[None]:
-    """Print the title; on a terminal, with the seconds that the block has taken so far. For a job whose length is not
+    """Print the title and, again and again, the seconds that the block has taken so far. For a job whose length is not
     known, which shows no other progress."""
     if not sys.stdout.isatty():
         print(title, flush=True)
-        yield
+        start, ended = time.monotonic(), threading.Event()
+
+        def shown_again() -> None:
+            while not ended.wait(EVERY):
+                print(f"{title}: {clock(time.monotonic() - start)}", flush=True)
+
+        threading.Thread(target=shown_again, daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
         return
     with Progress(TextColumn("{task.description}"), SpinnerColumn(), TimeElapsedColumn()) as shown:
         shown.add_task(title, total=None)

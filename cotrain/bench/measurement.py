@@ -140,7 +140,7 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     k, choice, line = chosen.length, plan_entries(chosen, plan.verify), choice_line(chosen)
     if choice["plain_is_faster"]:
         print(f"bench: plain decoding is expected to be faster here: with these drafts {chosen.speedup:.2f}x")
-    timed = min(size.prompts, len(plan.prompts.final))
+    timed = min(max(size.prompts, adaptive.FEWEST * size.rows), len(plan.prompts.final))
     print(f"bench: {line}; {timed} prompts are timed with each engine in turn: speculative, plain, transformers")
     engine = plan.engine(k)
     timing, reached = _timed(plan, engine, budget.until(TIMING))
@@ -256,7 +256,7 @@ class TimingDisplay(Display):
         """Show that `done` batches were timed so far."""
         spent, note = time.perf_counter() - self.first, self.near
         if spent > self.seconds:
-            note += ", the time is over: only batches that the interval needs are still timed"
+            note += "; the time is over, but an interval needs more batches"
         if self.limited:
             self.to(min(spent, self.seconds), f"{done} batches, {note}")
         else:
@@ -287,7 +287,8 @@ def parity(plan: Plan, k: int, until: float = inf, noise: float = 0.0) -> dict[s
             if time.perf_counter() > until:
                 break
     texts = together(parts)
-    calls = check_calls(text_figures(plan, texts, k, noise), texts, plan.rule)
+    with working("bench: predicted calls of these texts"):
+        calls = check_calls(text_figures(plan, texts, k, noise), texts, plan.rule)
     if calls is None:
         return None
     measured = calls.tokens / calls.measured

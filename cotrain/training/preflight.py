@@ -93,14 +93,16 @@ def check_resources(cfg: TrainConfig, known: RunOutline) -> list[str]:
     output = Path(cfg.output).absolute()
     memory, disk = _memory(cfg), shutil.disk_usage(next(filter(Path.exists, (output, *output.parents)))).free
     padded = " (padded rows get no mass)" * (rows > ids_of(known.tokenizer))
+    quantisation = _quantisation(cfg, known).replace("none", "not quantised")
+    batch = cfg.trainer.batch * cfg.trainer.accumulate
     lines = [
-        f"target        {need.target / 1e6:.1f} M parameters, {_quantisation(cfg, known)} quantisation",
-        f"draft         {need.draft / 1e6:.2f} M parameters, init {cfg.init.kind}",
+        f"target        {need.target / 1e6:.1f} M parameters, {quantisation}",
+        f"draft         {need.draft / 1e6:.2f} M parameters, "
+        + (f"init {cfg.init.kind}" if cfg.draft.trained else "nothing is trained"),
         f"vocabulary    tokenizer {ids_of(known.tokenizer)}, model {rows}{padded}",
         f"memory        {need.memory / GIB:.2f} GiB of {memory / GIB:.1f} available",
         f"disk          {need.disk / GIB:.2f} GiB of {disk / GIB:.1f} free at {cfg.output}",
-        f"steps         {_steps(cfg)} of {cfg.trainer.batch * cfg.trainer.accumulate} x at most {_longest(cfg, known)} "
-        "tokens",
+        *([f"steps         {_steps(cfg)} of {batch} x at most {_longest(cfg, known)} tokens"] * cfg.draft.trained),
         *(f"sampling      the draft learns for {line}" for line in other_sampling(cfg.regime, known.target)),
         *(_from_servers(cfg, known) if cfg.teacher.urls else _lines(durations(cfg, known), cfg.minutes)),
     ]

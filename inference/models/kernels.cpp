@@ -810,8 +810,9 @@ double excess(const float* p, const float* q, float weight, float* rest, int64_t
 
 // The table of a round (`verification.RoundResult`) whose distributions depend on a temperature and top-p alone, by the
 // rules of `verify/chain.py`; empty if some distribution is missing or `cut_tail` does not decide.
-// logits (A, K + 1, V). q (A, K, V), or (A, 0, V) if every draft is certain. x (A, K): drafts. k (A,): how many each row has. temperature, tails (A,).
-// u (A, K or more), next (A,): uniforms for the tests, and for the token after them. block: whether the rule is `block`.
+// logits (A, K + 1, V). q (A, K, V), or (A, 0, V) if every draft is certain. x (A, K): drafts. k (A,): how many each row
+// has. temperature, tails (A,). u (A, K or more), next (A,): uniforms for the tests, and for the token after them. block:
+// whether the rule is `block`.
 at::Tensor verified(
     const at::Tensor& logits_, const at::Tensor& q_, const at::Tensor& x_, const at::Tensor& k_, const at::Tensor& temperature_,
     const at::Tensor& tails_, const at::Tensor& u_, const at::Tensor& next_, bool block) {
@@ -842,7 +843,7 @@ at::Tensor verified(
     for (int64_t a = begin; a < end; a++) {
       const int64_t k = lengths[a];
       float* row = of + a * (K + 1) * V;
-      std::vector<float> certain(q.size(1) ? 0 : V);
+      std::vector<float> certain(q.size(1) || !k ? 0 : V);
       int64_t sure = 0;
       auto drafted_from = [&](int64_t i) -> const float* {  // distribution of a draft
         if (q.size(1)) return numbers(q) + (a * K + i) * V;

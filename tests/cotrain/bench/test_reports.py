@@ -88,10 +88,8 @@ def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pyte
     assert result == {"sampling": REGIME, "max_new_tokens": 6, "target": "t", "draft": "d", "verdict": verdict}
     rounds = {"0": asdict(RealRound(0, 5, 6)), "4": asdict(RealRound(1, 2, 3))}
     assert extra["planned_k"] == 4 and extra["costs"] == asdict(MORE) and extra["costs_alone"] == asdict(ALONE)
-    assert extra["rounds"] == rounds and extra["timing"] == asdict(REACHED) and extra["plain_step"] == FLOOR
-    assert extra["predicted_speedups"] == [1.0, 0.9, 1.3, 1.1, 1.2] and extra["plain_is_faster"] is False
-    assert extra["said"] == ["advice", LINE, *measurement.adaptive.reached_lines(REACHED)] and extra["own"] == 1
-    assert list(extra["rounds"]) == ["0", "4"]
+    assert extra["rounds"] == rounds and extra["plain_step"] == FLOOR
+    assert extra["said"] == ["advice", LINE, *measurement.adaptive.reached_lines(REACHED)]
 
 
 def test_a_tree_that_is_served_is_what_is_measured(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
