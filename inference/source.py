@@ -4,6 +4,7 @@ ids, or the features (F, T) of a sound, F numbers for each of T frames."""
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -45,9 +46,9 @@ def searched(text: list[int]) -> list[int]:
     return [*before, BETWEEN, *text] if before else text
 
 
-def until_between(ids: list[int]) -> list[int]:
-    """Return the ids before the first `BETWEEN`, or all ids if there is none."""
-    return ids[: ids.index(BETWEEN)] if BETWEEN in ids else ids
+def until_foreign(ids: list[int], vocabulary: float) -> list[int]:
+    """Return the ids before the first outside [0, vocabulary), such as `BETWEEN`, or all ids if there is none."""
+    return list(takewhile(lambda id: 0 <= id < vocabulary, ids))
 
 
 def words(text: Sequence[int]) -> tuple[int, ...]:

@@ -102,7 +102,7 @@ def _by_operator(round: DecodingRound, logits: Tensor, proposal: Proposal, asked
     top-p, and if one is missing."""
     x, rule, regimes = proposal.x, round.rule, round.batch.regimes
     q = logits[:, :0] if proposal.q is None else proposal.q
-    plain = type(round) is DecodingRound and not (round.batch.penalties or regimes.max_top_k or regimes.any_min_p)
+    plain = not (round.batch.penalties or regimes.max_top_k or regimes.any_min_p)
     floats = logits.dtype == q.dtype == torch.float32 and logits.device.type == "cpu"
     if not (plain and floats and rule in (RULES["token"], RULES["block"]) and hasattr(torch.ops.inference, "verified")):
         return x[:0]

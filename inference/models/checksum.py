@@ -2,8 +2,8 @@
 
 Addresses and torch's version counters are not enough: `p.data.copy_(...)` and merging an adapter change values in place
 without changing the counter. Therefore a checksum reads every byte, once for each of two sums, at memory bandwidth. It
-detects a change of one element; a check of samples would miss that. Every call compares a `Stamp`; this computes only
-one sum, and only if copies of the values exist.
+detects a change of one element; a check of samples would miss that. Every call compares a `Stamp`, which reads the
+values only if copies of them exist, and once if `kernels.cpp` is loaded.
 """
 
 import hashlib
@@ -55,6 +55,7 @@ class Stamp:
 
     def __init__(self, model: nn.Module, *, addresses: bool, values: bool) -> None:
         self.addresses, self.values = addresses, values
+        self.hashed = hasattr(torch.ops.inference, "hash_of")
         self.memory = list(_stored(_tensors(model))) if addresses else []
         self.seen = self._look(model)
 
@@ -79,7 +80,7 @@ class Stamp:
         tensors = [(changes([t]), _where(t)) for t in _tensors(model)] if self.addresses else []
         config = getattr(model, "config", None)
         ends = repr(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
-        values = _checksum(model, once=True) if self.values else b""
+        values = (_hash if self.hashed else _checksum)(model) if self.values else None
         return modules, kinds, repr(config and vars(config)), ends, tensors, values
 
 
@@ -100,24 +101,25 @@ def changes(tensors: Iterable[Tensor]) -> int:
         return 0
 
 
-def _checksum(model: nn.Module, once: bool = False) -> bytes:
-    """Return a checksum of the model's parameters and buffers. once: whether to read each tensor once, for another sum:
-    by an operator of `kernels.cpp` that is loaded, else without the sum over columns, so that two values that swap
-    places within a row are not detected."""
+def _checksum(model: nn.Module) -> bytes:
     checksum = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
     with torch.no_grad():
-        tensors = list(_stored(_tensors(model)))
-        checksum.update(repr([(tensor.dtype, tuple(tensor.shape)) for tensor in tensors]).encode())
-        if once and hasattr(torch.ops.inference, "hash_of") and all(tensor.device.type == "cpu" for tensor in tensors):
-            checksum.update(torch.ops.inference.hash_of([tensor.contiguous() for tensor in tensors]).numpy().tobytes())
-            return checksum.digest()
-        for tensor in tensors:
-            sums.setdefault(tensor.device, []).extend(_sums(tensor, once))
+        for tensor in _stored(_tensors(model)):
+            checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            sums.setdefault(tensor.device, []).extend(_sums(tensor))
         for parts in sums.values():
-            if parts and not parts[0].is_meta:
+            if parts:
                 checksum.update(torch.cat(parts).cpu().numpy().tobytes())  # one transfer a device
     return checksum.digest()
+
+
+def _hash(model: nn.Module) -> Any:
+    """Return a hash of the model's parameters and buffers, by an operator of `kernels.cpp` if they are on the CPU."""
+    tensors = list(_stored(_tensors(model)))
+    if {tensor.device.type for tensor in tensors} != {"cpu"}:
+        return _checksum(model)
+    return [(tensor.dtype, tensor.shape) for tensor in tensors], int(torch.ops.inference.hash_of(tensors))
 
 
 def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
@@ -133,10 +135,10 @@ def _stored(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
             yield data
 
 
-def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
+def _sums(tensor: Tensor) -> list[Tensor]:
     """Return sums of the tensor's bytes, read as 64-bit integers and laid out in a square. Sums are modulo 2^64.
 
-    There is a sum for each row and, unless `once`, for each column. Integers that do not fill the square, and bytes
+    There is a sum for each row and for each column. Integers that do not fill the square, and bytes
     that do not fill an integer, are returned unchanged. Changing a value changes the sums, and so does moving one.
     """
     if tensor.is_meta:
@@ -150,5 +152,4 @@ def _sums(tensor: Tensor, once: bool) -> list[Tensor]:
     side = isqrt(words)
     used = words // side * side
     square = whole[: used * WORD].view(torch.int64).view(-1, side)
-    sums = [square.sum(1)] if once else [square.sum(0), square.sum(1)]
-    return [*sums, whole[used * WORD :].to(torch.int64)]
+    return [square.sum(0), square.sum(1), whole[used * WORD :].to(torch.int64)]

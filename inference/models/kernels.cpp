@@ -680,6 +680,7 @@ bool cut_tail(const float* logits, float* to, int64_t n, double tail) {
       if (left <= least_mass && std::min(rest - least_mass, least_mass - left) <= NEAR * least_mass) return false;
       rest = left;
     }
+    if (!kept) return false;  // the tail is all
     if (rest > least_mass) continue;  // the nucleus has less likely tokens too
     const float least = likely[kept - 1];
     if (kept < likely.size() && likely[kept] == least) return false;
@@ -836,6 +837,9 @@ at::Tensor verified(
   for (int64_t a = 0; a < A; a++)
     for (int64_t i = 0; q.size(1) && i < lengths[a]; i++) known[a * (K + 1)] &= !std::isnan(numbers(q)[(a * K + i) * V]);
   if (!std::all_of(known.begin(), known.end(), [](char one) { return one; })) return at::empty({0}, x.options());
+  for (int64_t a = 0; a < A; a++)
+    for (int64_t i = 0; i < lengths[a]; i++)
+      TORCH_CHECK(drafts[a * K + i] >= 0 && drafts[a * K + i] < V, "a draft is no id of the vocabulary: ", drafts[a * K + i]);
   auto table = at::empty({A, columns}, x.options());
   auto* to = table.mutable_data_ptr<int64_t>();
   const double *tests = u.const_data_ptr<double>(), *last = next.const_data_ptr<double>();
@@ -861,7 +865,7 @@ at::Tensor verified(
         float share = ratio;
         if (block && i < k) {
           const auto more = static_cast<float>(excess(row + i * V, drafted_from(i), w[i], nullptr, V));
-          share = more == 0 && w[i] == 1 ? 1.f : more / (more + (1 - w[i]));
+          share = w[i] == 1 ? 1.f : more / (more + (1 - w[i]));
         } else if (block) {
           share = w[i];
         }
@@ -1205,8 +1209,8 @@ std::tuple<at::Tensor, at::Tensor> chain(
   return {at::stack(drafts, 1), at::stack(distributions, 1)};
 }
 
-// A hash (1,) of the bytes of contiguous tensors: any change of one number changes it, and a move of some nearly always.
-at::Tensor hash_of(at::TensorList tensors) {
+// A hash (1,) of the bytes of tensors: any change of one number changes it, and a move of some nearly always.
+at::Tensor hash_of(at::TensorList given) {
   typedef uint64_t Longs __attribute__((vector_size(64)));
   constexpr int64_t SOME = 65536;  // bytes that a thread reads at once
   struct Part {
@@ -1214,8 +1218,10 @@ at::Tensor hash_of(at::TensorList tensors) {
     int64_t bytes;
     uint64_t sum;
   };
-  auto mixed = [](auto x) { return (x << 7 | x >> 57) * 3; };  // one to one
+  auto mixed = [](auto x) { return (x << 7 | x >> 57) * 0x9e3779b97f4a7c15u; };  // one to one
+  std::vector<at::Tensor> tensors;
   std::vector<Part> parts;
+  for (const auto& tensor : given) tensors.push_back(tensor.contiguous());
   for (const auto& tensor : tensors)
     for (int64_t at = 0, all = tensor.nbytes(); at < all; at += SOME)
       parts.push_back({static_cast<const char*>(tensor.const_data_ptr()) + at, std::min(SOME, all - at), 0});

@@ -2,6 +2,7 @@
 itself or in a corpus, and drafts the tokens that followed there."""
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from inference.drafts.weight_files import CONFIG, read_json
 from inference.lookup.corpus import Datastore
 from inference.lookup.suffixes import NONE, Match, SuffixAutomaton
 from inference.proposers.base import Host, LoadArguments, Proposal, Proposer, Round, SettingsNetwork, States
-from inference.source import like, searched, until_between
+from inference.source import like, searched, until_foreign
 
 
 def chains(drafts: Sequence[list[int]], texts: Sequence[list[int]]) -> Proposal:
@@ -36,6 +37,7 @@ class NGram(Proposer):
         if max_n < 1:
             raise ValueError(f"NGram.max_n must be at least 1, not {max_n}")
         self.max_n = max_n
+        self.vocabulary = inf
         self.indexes: dict[int, NGramIndex] = {}  # by id() of a row's text; the index references the text
 
     @classmethod
@@ -44,12 +46,12 @@ class NGram(Proposer):
         return cls()
 
     def open(self, host: Host) -> None:
-        self.indexes = {}
+        self.vocabulary, self.indexes = host.vocabulary, {}
 
     def propose(self, round: Round) -> Proposal:
         self.indexes = {id(text): self._index(text) for text in round.texts}
-        drafts = [self.indexes[id(text)].look_up(k) for text, k in zip(round.texts, round.k, strict=True)]
-        return chains(drafts, round.texts)
+        rows = zip(round.texts, round.k, strict=True)
+        return chains([self.indexes[id(text)].look_up(k, self.vocabulary) for text, k in rows], round.texts)
 
     def _index(self, text: list[int]) -> "NGramIndex":
         index = self.indexes.get(id(text))
@@ -65,9 +67,9 @@ class NGramIndex:
         self.begins: dict[tuple[int, ...], int] = {}
         self.length = 1  # tokens whose n-grams are in the index, except n-grams that end in the last token
 
-    def look_up(self, k: int) -> list[int]:
+    def look_up(self, k: int, vocabulary: float = inf) -> list[int]:
         """Return at most k tokens: those that followed the most recent earlier occurrence of the text's longest suffix
-        that has one. [] if there is none."""
+        that has one, up to the first outside [0, vocabulary). [] if there is none."""
         text = searched(self.text)
         for end in range(self.length, len(text)):  # n-grams of tokens before `end`
             for n in range(1, min(self.max_n, end) + 1):
@@ -76,7 +78,7 @@ class NGramIndex:
         for n in range(min(self.max_n, len(text) - 1), 0, -1):
             start = self.begins.get(tuple(text[-n:]))
             if start is not None:
-                return until_between(text[start + n : start + n + k])
+                return until_foreign(text[start + n : start + n + k], vocabulary)
         return []
 
 
@@ -113,7 +115,7 @@ class Retrieval(Proposer):
         if shortest < 1:
             raise ValueError(f"Retrieval.shortest must be at least 1, not {shortest}")
         self.datastore = Datastore.open(datastore) if isinstance(datastore, str | Path) else datastore
-        self.shortest = shortest
+        self.shortest, self.vocabulary = shortest, inf
         self.rows: list[SuffixAutomaton] = []
         self.staged: dict[int, SuffixAutomaton] = {}
 
@@ -144,7 +146,7 @@ class Retrieval(Proposer):
     def open(self, host: Host) -> None:
         """Drop the state of earlier calls. Raises ValueError for a datastore with ids that the target lacks."""
         self.check_vocabulary(host.vocabulary, "Retrieval")
-        self.rows, self.staged = [], {}
+        self.vocabulary, self.rows, self.staged = host.vocabulary, [], {}
 
     def check_vocabulary(self, vocabulary: int, where: str) -> None:
         """Raise ValueError if the datastore has ids outside [0, vocabulary). where: the start of the message."""
@@ -181,7 +183,7 @@ class Retrieval(Proposer):
         extended to the whole text, in place."""
         row.follow(searched(text))
         own = row.look_up(k, self.shortest)
-        own = own._replace(drafts=until_between(own.drafts))
+        own = own._replace(drafts=until_foreign(own.drafts, self.vocabulary))
         own = own if own.drafts else NONE
         if not self.datastore or own.length >= self.datastore.about.depth:
             return own

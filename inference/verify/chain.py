@@ -136,7 +136,7 @@ def _excess(p: Tensor, q: Tensor, w: Tensor) -> Tensor:
 def continued(mass: Tensor, w: Tensor) -> Tensor:
     """Return R / (R + 1 - w) (...) with 0/0 = 1. mass (...): the residual mass R. w (...): the weights. 1 - w is
     computed first: for peaked distributions R is so small that R + 1 would lose R's digits."""
-    return torch.where((mass == 0) & (w == 1), 1.0, mass / (mass + (1 - w)))
+    return torch.where(w == 1, 1.0, mass / (mass + (1 - w)))
 
 
 def _residual(p: Tensor, q: Tensor, n: Tensor, k: Tensor, w: Tensor | None) -> Tensor:

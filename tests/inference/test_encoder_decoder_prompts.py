@@ -244,6 +244,10 @@ def test_look_up_reads_the_source(kind: Any) -> None:
     proposal = kind.propose(Seen())
     assert proposal.k == [0] and BETWEEN not in proposal.x.flatten().tolist()
     assert drafted(TEXT, 2) == [9, 4]
+    kind.open(type("Host", (), {"vocabulary": 9}))  # the source may have ids that are never emitted
+    kind.admit(0, [SourcedText(TEXT[:1], (7, 8, 5, 9))], {})
+    Seen.texts = [SourcedText(TEXT, (7, 8, 5, 9))]
+    assert kind.propose(Seen()).x.tolist() == [[5]]
 
 
 def test_draft_folders_of_encoder_decoders_load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -123,6 +123,16 @@ def test_whole_sums_do_not_overflow_or_lose_what_is_not_finite():
 
 
 @needs_kernels
+def test_a_group_in_four_bits_does_not_hide_what_is_not_finite():
+    assert packing.has_kernels()
+    layer = llama.Linear(torch.ones(3, 64).bfloat16(), None, scales=torch.ones(3, 2).bfloat16())
+    x = torch.ones(9, 64)
+    x[3, 7], x[5, 63] = math.nan, math.inf
+    product: Any = llama._rounded(layer).packed
+    assert product(x).isnan().all(1).nonzero().flatten().tolist() == [3, 5]
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_largest_logits_of_a_draft_are_exact_and_the_others_those_of_four_bits(dtype):
     """In every row of x, at once; a row that is not finite has no exact ones."""
@@ -583,7 +593,7 @@ def test_the_operator_cuts_the_tail_that_a_sort_cuts(size, scale):
     logits[3, size // 2 :] = -math.inf
     logits[4] = -math.inf
     logits[5, 3] = math.nan
-    tails = torch.tensor([0.5, 0.1, 0.7, 0.05, 0.1, 0.1, 0, 1e-3, 1 - 1e-9], dtype=torch.float64)
+    tails = torch.tensor([0.5, 0.1, 0.7, 0.05, 0.1, 0.1, 0, 1e-3, 1], dtype=torch.float64)
     cut = torch.ops.inference.without_tail(logits, tails)
     for row, tail, one in zip(logits, tails, cut, strict=True):
         expected = distributions._without_tail(row, tail.float()) if tail else row

@@ -2,6 +2,7 @@
 gate reads nothing that was drawn."""
 
 import random
+from copy import copy
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_coupled_texts_with_a_datastore_are_those_of_plain_decoding(hybrid: bool
 def test_three_tokens_of_several_rounds_have_the_targets_distribution(rule: str, lengths: set[int]) -> None:
     target, draft = pair()
     hybrid = Hybrid(Independent(draft), Retrieval(shortest=1), gate(lengths))
+    assert copy(hybrid).shortens and not copy(Hybrid(Independent(draft))).shortens
     assert p_value(target, hybrid, rule, samples=8_000) > 1e-4
 
 

@@ -1,7 +1,9 @@
 """The operator that verifies a round on a CPU does what the rules in Python do."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from inference.models import packing
 from inference.proposers.independent import Independent
 from inference.proposers.retrieval import Retrieval
 from inference.sampling import draw, one_hot, probs
+from inference.trace import COLUMNS
 from inference.verify import chain
 from inference.verify.rules import RULES
 from tests.inference.models.test_packing import needs_kernels
@@ -57,15 +60,17 @@ def test_tables_are_those_of_the_rules(rule: str, size: int, depths: int, certai
 
 
 @needs_kernels
-@pytest.mark.parametrize("part", ["logits", "q", "none"])
+@pytest.mark.parametrize("part", ["nan", "-inf", "q", "none"])
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_without_a_distribution_the_table_is_empty(part: str, temperature: int) -> None:
     logits, u = torch.zeros(2, 3, 9), torch.zeros(2, 3).double()
     q, x, k = torch.full((2, 2, 9), 1 / 9), torch.zeros(2, 2).long(), torch.tensor([2, 2])
     if packing.has_kernels() and part == "q":
         q[1, 1] = math.nan
-    elif part == "logits":
-        logits[1, 2] = -math.inf if temperature else torch.tensor([*range(8), math.nan])
+    elif part == "nan":
+        logits[1, 2, 8] = math.nan
+    elif part == "-inf":
+        logits[1, 2] = -math.inf
     table = torch.ops.inference.verified(logits, q, x, k, u[:, 0] + temperature, u[:, 0], u, u[:, 0], True)
     assert table.numel() == (16 if part == "none" else 0)
 
@@ -96,3 +101,43 @@ def test_an_engine_decodes_the_same_with_and_without_it(
     assert outs[0] == outs[1]
     applies = rule in ("token", "block") and sampling not in OTHERS
     assert {bool(table.numel()) for table in met} == {applies}
+
+
+@needs_kernels
+@pytest.mark.parametrize("certain", [False, True])
+def test_a_draft_outside_the_vocabulary_is_refused(certain: bool) -> None:
+    """One that no row drafts is not read."""
+    assert packing.has_kernels()
+    u, k = torch.zeros(1, 3).double(), torch.ones(1).long()
+    given = torch.zeros(1, 3, 9), torch.full((1, 0 if certain else 2, 9), 1 / 9)
+    for drafts, fits in (([1, 9], True), ([9, 1], False), ([-1, 1], False)):
+        with nullcontext() if fits else pytest.raises(RuntimeError, match="no id of the vocabulary"):
+            torch.ops.inference.verified(*given, torch.tensor([drafts]), k, u[:, 0] + 1, u[:, 0], u, u[:, 0], True)
+
+
+@needs_kernels
+def test_a_rejected_draft_of_the_targets_own_distribution_leaves_that() -> None:
+    assert packing.has_kernels()
+    p = torch.tensor([0.5, 0.3, 0.2])
+    q, u = (p * (1 + 2**-22)).view(1, 1, 3), torch.tensor([[1 - 2**-40]]).double()
+    given = (
+        p.log().expand(1, 2, 3),
+        q,
+        torch.tensor([[1]]),
+        torch.ones(1).long(),
+        u * 0 + 1,
+        u[0] * 0,
+        u,
+        u[0] * 0 + 0.6,
+    )
+    for block in (False, True):
+        assert torch.ops.inference.verified(*given, block)[0, :2].tolist() == [0, 1]
+
+
+@needs_kernels
+def test_recorded_rounds_are_verified_in_python() -> None:
+    assert packing.has_kernels()
+    tables: list[Any] = []
+    record: Any = SimpleNamespace(begin=lambda *_: None, note=lambda *given: tables.extend(given[-1]))
+    Engine(tiny(dtype=torch.float32), record=record).generate([[1]], max_new_tokens=3)
+    assert min(map(len, tables)) > COLUMNS
