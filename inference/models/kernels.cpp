@@ -820,6 +820,7 @@ at::Tensor verified(
   const auto logits = logits_.contiguous(), q = q_.contiguous(), x = x_.contiguous(), ks = k_.contiguous();
   const auto temperature = temperature_.contiguous(), tails = tails_.contiguous(), u = u_.contiguous(), next = next_.contiguous();
   const int64_t A = logits.size(0), K = x.size(1), V = logits.size(2), columns = 6 + K;
+  TORCH_CHECK(q.size(1) == K || !q.size(1), "verified: ", q.size(1), " distributions of ", K, " drafts");
   auto p = at::empty_like(logits);
   std::vector<char> known(A * (K + 1));
   float* of = p.mutable_data_ptr<float>();
