@@ -35,6 +35,7 @@ MANIFEST = "teacher.json"
 SUM = " checksum"  # suffix of an entry's checksum
 READERS = ThreadPoolExecutor(1)  # which read ahead
 Width = tuple[int, int]  # padded lengths of a text and of its source; 0 without one
+TextKey = tuple[int, Width]  # of a record: the text's number, and the padded lengths
 
 
 class MemoryCache:
@@ -46,9 +47,9 @@ class MemoryCache:
 
     def __init__(self, read: Reader, limit: int) -> None:
         self.read, self.room = read, limit
-        self.records: dict[tuple[int, Width], Record] = {}  # by text key and padded lengths
+        self.records: dict[TextKey, Record] = {}
         self.widths: set[Width] = set()
-        self.early: dict[tuple[tuple[int, Width], ...], Future[Record]] = {}  # reads in other threads
+        self.early: dict[tuple[TextKey, ...], Future[Record]] = {}  # reads in other threads
         self.waited = 0.0  # seconds in which a call waited for such a read
         self.began = math.inf  # when the first such read did
 
@@ -124,7 +125,7 @@ class MemoryCache:
         """
         return self._look_up(ids, self._names(ids, keys, source), position_ids, source, length)
 
-    def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[tuple[int, Width]]:
+    def _names(self, ids: Tensor, keys: Tensor, source: Tensor | None) -> list[TextKey]:
         """Return the names of the records for texts ids (B, T) with keys (B,) and encoder inputs source (B, S), or
         None. Records of these texts at other padded lengths are evicted, since they are not used again."""
         width = ids.shape[1], 0 if source is None else source.shape[1]
@@ -139,7 +140,7 @@ class MemoryCache:
     def _look_up(
         self,
         ids: Tensor,
-        names: list[tuple[int, Width]],
+        names: list[TextKey],
         position_ids: Tensor | None = None,
         source: Tensor | None = None,
         length: Tensor | None = None,
@@ -157,7 +158,7 @@ class MemoryCache:
             for part, states in record.items()
         }
 
-    def _store(self, names: list[tuple[int, Width]], record: Record, length: Tensor | None) -> None:
+    def _store(self, names: list[TextKey], record: Record, length: Tensor | None) -> None:
         """Store the states of each text, without columns that are padding. length (B,): tokens of each, or None."""
         if not self.room:
             return
@@ -166,7 +167,7 @@ class MemoryCache:
             end = columns_of(len(row[LAST]), None if length is None else length[place : place + 1])
             self._keep(name, {part: values if part == ENCODER else values[:end] for part, values in row.items()})
 
-    def _keep(self, name: tuple[int, Width], record: Record) -> None:
+    def _keep(self, name: TextKey, record: Record) -> None:
         if name not in self.records and nbytes(record) <= self.room:
             self.records[name] = {part: values.clone() for part, values in record.items()}
             self.room -= nbytes(record)

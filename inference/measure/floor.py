@@ -7,6 +7,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from inference.models import packing
 from inference.models.forward import Lean
 from inference.models.llama import projections
 from inference.models.lm import LM
@@ -16,11 +17,11 @@ REPEATS = 9
 
 def read_seconds(lm: LM) -> float | None:
     """Return the seconds in which this machine's CPU reads as many bytes as the weights of `lm` have: the median of
-    sums over a tensor of that size. Return None for a model on an accelerator."""
+    sums over a tensor of that size, in memory like theirs. Return None for a model on an accelerator."""
     if lm.device.type != "cpu":
         return None
-    like = torch.ones(int(weight_bytes(lm)[0]) // 4)
-    return median(timeit.repeat(like.sum, number=1, repeat=REPEATS))
+    zeros = torch.ops.inference.zeros if packing.has_kernels() else torch.zeros
+    return median(timeit.repeat(zeros(int(weight_bytes(lm)[0]) // 4).sum, number=1, repeat=REPEATS))
 
 
 def weight_bytes(lm: LM) -> tuple[float, float]:

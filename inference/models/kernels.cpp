@@ -15,6 +15,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -27,6 +28,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <optional>
 #include <type_traits>
@@ -34,6 +36,9 @@
 
 #ifdef __AVX__
 #include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <sys/mman.h>
 #endif
 
 namespace {
@@ -45,9 +50,13 @@ constexpr int W = 8;
 #endif
 constexpr int P = 2 * W;
 constexpr int BLOCK = W == 16 ? 12 : 6;
-constexpr int AHEAD = 4096;              // bytes
+constexpr int FEW = W / 4;               // rows for which memory takes longer than their products: the CPU reads on by itself
+constexpr int NEXT = 256;                // bytes: how far ahead weights are fetched for few rows
+constexpr int AHEAD = 4096;              // bytes: for more
 constexpr int SOON = 2048;               // bytes: into the first cache
 constexpr int LATER = 16384;             // bytes: into the second, as long before as memory takes while rows are multiplied
+constexpr size_t PAGE = 1 << 21;         // bytes of a large page of memory
+constexpr size_t PAGES = 16;             // that packed weights share
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
@@ -162,8 +171,8 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
 #ifdef __AVX512BF16__
       const auto first = (__m512bh)_mm512_loadu_si512(from), second = (__m512bh)_mm512_loadu_si512(from + 4 * W);
       for (int part = 0; part < 2; part++) {
-        __builtin_prefetch(from + SOON + part * 4 * W);
-        __builtin_prefetch(from + LATER + part * 4 * W, 0, 2);
+        __builtin_prefetch(from + (M > FEW ? SOON : NEXT) + part * 4 * W);
+        if (M > FEW) __builtin_prefetch(from + LATER + part * 4 * W, 0, 2);
       }
       for (int m = 0; m < M; m++) {
         const auto one = (__m512bh)_mm512_set1_epi32(x[m * (in / N) + i]);
@@ -173,7 +182,7 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
 #endif
     } else if constexpr (kind == BYTE) {
       const Whole first = widen(from), second = widen(from + 2 * W);
-      __builtin_prefetch(from + AHEAD);
+      __builtin_prefetch(from + (M > FEW ? AHEAD : NEXT));
       for (int m = 0; m < M; m++) {
         const Whole one = (Whole)(x[m * (in / N) + i] - Words{});  // in each place
         sums[u][m][0] = dot(sums[u][m][0], one, first);
@@ -183,7 +192,7 @@ void tile(const Input<kind>* x, const float* scales, const char* panel, float* y
       auto one_input = [&]<int which>() {
         Floats first, second;
         widen<kind, which>(from, first, second);
-        __builtin_prefetch(from + AHEAD + which * P * WIDTH<kind>);
+        __builtin_prefetch(from + (M > FEW ? AHEAD : NEXT) + which * P * WIDTH<kind>);
         for (int m = 0; m < M; m++) {
           Floats one = x[m * in + i * N + which] - Floats{};  // adding zeros would be an operation
           sums[u][m][0] += one * first;
@@ -257,7 +266,7 @@ void tile_in_groups(const uint32_t* x, const char* panel, float* y, int64_t in, 
     for (int eight = 0; eight < GROUP / 8; eight++) {
       Words both[2];
       std::memcpy(both, panel + eight * sizeof both, sizeof both);
-      for (int part = 0; part < 2; part++) __builtin_prefetch(panel + eight * sizeof both + AHEAD + part * sizeof(Words));
+      for (int part = 0; part < 2; part++) __builtin_prefetch(panel + eight * sizeof both + (M > FEW ? AHEAD : NEXT) + part * sizeof(Words));
 #pragma GCC unroll 2
       for (int four = 0; four < 2; four++) {
         const Words first = both[0] >> 4 * four & 0x0f0f0f0fu, second = both[1] >> 4 * four & 0x0f0f0f0fu;
@@ -443,12 +452,39 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
+// Zeros, in large pages of memory where the system has them: with small ones a CPU waits for its table of pages. Tensors
+// share a block of pages, which lasts as long as one of them.
+at::Tensor paged(at::IntArrayRef sizes, const at::TensorOptions& options) {
+#ifdef __linux__
+  static std::mutex alone;
+  static std::shared_ptr<char> block;
+  static size_t used = 0, whole = 0;
+  const std::lock_guard<std::mutex> lock(alone);
+  const size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
+  if (used + bytes > whole) {
+    const size_t more = (std::max(PAGES * PAGE, bytes) + PAGE - 1) / PAGE * PAGE;
+    char* begin = static_cast<char*>(std::aligned_alloc(PAGE, more));
+    TORCH_CHECK(begin, "packed: no memory for ", more, " bytes");
+    madvise(begin, more, MADV_HUGEPAGE);
+    block.reset(begin, std::free);
+    whole = more;
+    used = 0;
+  }
+  char* at = block.get() + used;
+  used += (bytes + 63) / 64 * 64;
+  std::memset(at, 0, bytes);
+  return at::from_blob(at, sizes, [kept = block](void*) {}, options);
+#else
+  return at::zeros(sizes, options);
+#endif
+}
+
 // Whole numbers (out, in) from -8 to 7 as panels in 4 bits. scale (out, in / GROUP): of each group of inputs.
 at::Tensor packed_in_groups(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, groups = in / GROUP;
   TORCH_CHECK(in % GROUP == 0, "packed: a weight in 4 bits needs a multiple of ", GROUP, " inputs, not ", in);
   TORCH_CHECK(scale.size(0) == out && scale.size(1) == groups, "packed: scales of other groups: ", scale.sizes());
-  auto result = at::zeros({panels, groups * GROUP_BYTES, P}, weight.options().dtype(at::kByte));
+  auto result = paged({panels, groups * GROUP_BYTES, P}, weight.options().dtype(at::kByte));
   const auto *from = weight.const_data_ptr<int8_t>();
   const auto scales = scale.to(at::kBFloat16).contiguous();
   const auto* bits = static_cast<const uint16_t*>(scales.const_data_ptr());
@@ -472,7 +508,7 @@ at::Tensor packed(const at::Tensor& weight, const at::Tensor& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), panels = (out + P - 1) / P, width = weight.element_size();
   const bool eight = weight.scalar_type() == at::kChar, pairs = weight.scalar_type() != at::kHalf;
   TORCH_CHECK(eight || !pairs || in % 2 == 0, "packed: a weight in bfloat16 needs an even number of inputs, not ", in);
-  auto result = at::zeros({panels, eight ? even(in) + SCALES + in % 2 : in, P}, weight.options());
+  auto result = paged({panels, eight ? even(in) + SCALES + in % 2 : in, P}, weight.options());
   const auto* from = static_cast<const char*>(weight.const_data_ptr());
   auto* to = static_cast<char*>(result.mutable_data_ptr());
   for (int64_t p = 0; p < panels; p++) {
@@ -1247,6 +1283,7 @@ at::Tensor hash_of(at::TensorList given) {
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
+  m.def("zeros(int count) -> Tensor", [](int64_t count) { return paged({count}, at::kFloat); });
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
   m.def("hash_of(Tensor[] tensors) -> Tensor");

@@ -8,8 +8,9 @@ bits by x rounded to 8, in whole numbers.) It reads half of the bytes or less, a
 one (`docs/measurements/smollm2.md`). On a CPU with instructions for bfloat16, products of a model in bfloat16 round
 what they multiply to bfloat16, as the model's own do, and sum in float32: many ids take half of the time. A row's
 product is then the same beside any others, bit for bit, so passes of up to 16 ids a row give the same logits. So do
-longer ones on a CPU without AMX, while no row of the pass reads more than 1,024 slots. The kernels are compiled once
-per machine, by the machine's C++ compiler.
+longer ones on a CPU without AMX, while no row of the pass reads more than 1,024 slots. Copies share large
+pages of memory, where Linux has them, since a CPU waits for its table of small ones. The kernels are compiled once per
+machine, by the machine's C++ compiler.
 """
 
 import copy

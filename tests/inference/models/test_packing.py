@@ -123,6 +123,16 @@ def test_whole_sums_do_not_overflow_or_lose_what_is_not_finite():
 
 
 @needs_kernels
+def test_copies_share_memory_that_stays_while_one_of_them_does():
+    """Of five that are in two blocks of 32 MiB, one of each."""
+    assert packing.has_kernels()
+    weights = torch.randn(5, 2048, 2048).bfloat16()
+    kept = [Widened(weight, None).weight for weight in weights][::4]
+    again = [Widened(weight, None).weight for weight in (*-weights, *weights[::4])]
+    assert all(map(torch.equal, kept, again[-2:]))
+
+
+@needs_kernels
 def test_a_group_in_four_bits_does_not_hide_what_is_not_finite():
     assert packing.has_kernels()
     layer = llama.Linear(torch.ones(3, 64).bfloat16(), None, scales=torch.ones(3, 2).bfloat16())
