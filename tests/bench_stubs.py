@@ -76,7 +76,10 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         )
         return Timed(arms, prompts, rows, seed)
 
-    def until_known(arms: Any, prompts: Any, rows: int, pair: Any, wanted: Any, seed: int, **_: Any) -> Any:
+    def until_known(
+        arms: Any, prompts: Any, rows: int, pair: Any, wanted: Any, seed: int, turned: Any, **_: Any
+    ) -> Any:
+        turned(1)
         return noted(arms, prompts, rows, seed, pair=pair, wanted=wanted), "reached"
 
     def engine_arm(name: str, engine: Any, sampling: Sampling, new: int) -> Any:
@@ -91,6 +94,7 @@ def met(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(measurement, "transformers_arm", transformers_arm)
     monkeypatch.setattr(matrix, "assisted_arm", transformers_arm)
     monkeypatch.setattr(measurement, "until_known", until_known)
+    monkeypatch.setattr(measurement, "read_seconds", lambda _: 0.25)
     monkeypatch.setattr(plans, "Engine", engine)
     monkeypatch.setattr(measurement.adaptive, "reached_lines", lambda reached: [f"said {reached}"])
     monkeypatch.setattr(

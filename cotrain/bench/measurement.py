@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from math import inf, nan
+from statistics import median
 from typing import Any
 
 from cotrain.board import tags
@@ -143,8 +144,8 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     timed = min(max(size.prompts, adaptive.FEWEST * size.rows), len(plan.prompts.final))
     print(f"bench: {line}; {timed} prompts are timed with each engine in turn: speculative, plain, transformers")
     engine = plan.engine(k)
-    timing, reached = _timed(plan, engine, budget.until(TIMING))
-    floor = plain_floor(engine, timing)
+    timing, reached, read = _timed(plan, engine, budget.until(TIMING))
+    floor = plain_floor(engine.rows, timing, read)
     with working("bench: exactness on these prompts"):
         verdict = check(engine, timing.texts("speculative"), plan.sampling, size.new_tokens, size.seed, BATCH)
     target, draft = plan.names
@@ -164,10 +165,9 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         "plain_step": floor,
         "moved": moved,
         "said": [
-            *([moved_target.said(moved)] if moved else []),
-            *([sentence] if sentence else []),
-            *([floor_line(floor)] if floor else []),
-            *([line] if chosen.tree else []),
+            *filter(
+                None, (moved and moved_target.said(moved), sentence, floor and floor_line(floor), chosen.tree and line)
+            ),
             *adaptive.reached_lines(reached),
         ],
         "prompts": plan.prompts.source,
@@ -189,14 +189,11 @@ def measure(plan: Plan, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     )
 
 
-def plain_floor(engine: Engine, timing: Timing) -> dict[str, float] | None:
-    """Return the seconds of a plain step of the timed batches, those of reading the target's weights once, and the
-    latter's share; None on an accelerator, where they are not compared."""
-    read = read_seconds(engine.target)
-    if read is None:
-        return None
-    step = engine.rows / timing.speed("plain", decode=True)
-    return {"seconds": step, "read_seconds": read, "share": read / step}
+def plain_floor(rows: int, timing: Timing, read: float) -> dict[str, float] | None:
+    """Return the seconds of a plain step of the timed batches of so many rows, those of reading the target's weights
+    once, and the latter's share; None if `read` is 0."""
+    step = rows / timing.speed("plain", decode=True)
+    return {"seconds": step, "read_seconds": read, "share": read / step} if read else None
 
 
 def floor_line(floor: Mapping[str, float]) -> str:
@@ -207,29 +204,33 @@ def floor_line(floor: Mapping[str, float]) -> str:
     )
 
 
-def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached]:
-    size = plan.bench
+def _timed(plan: Plan, engine: Engine, until: float) -> tuple[Timing, Reached, float]:
+    """Return the timing, what it reached, and the median seconds of reading the target's weights once, after each
+    batch."""
+    size, reads = plan.bench, list[float]()
     arms = plan.arms({"speculative": engine, "plain": plan.plain()})
     arms.append(transformers_arm("transformers", plan.target, plan.sampling, size.new_tokens))
     batches = -(-size.prompts // size.rows)
     more = until < inf
-    wanted = Wanted(batches, size.interval if more else inf, until, adaptive.FEWEST)
-    every = len(plan.prompts.final)
-    prompts = plan.final(0, every if more else min(size.prompts, every))
-    late = time.perf_counter() > until
-    with TimingDisplay(adaptive.FEWEST if late else batches, until) as display:
+    prompts = plan.final(0, len(plan.prompts.final))[: None if more else size.prompts]
+    with TimingDisplay(adaptive.FEWEST if time.perf_counter() > until else batches, until) as display:
+
+        def turned(done: int) -> None:
+            display.turned(done)
+            reads.append(read_seconds(engine.target))
+
         timing, reached = until_known(
             arms,
             prompts,
             size.rows,
             ("speculative", "plain"),
-            wanted,
+            Wanted(batches, size.interval if more else inf, until, adaptive.FEWEST),
             size.seed,
             say=display.known,
-            turned=display.turned,
+            turned=turned,
         )
     print("bench: " + "; ".join(adaptive.reached_lines(reached)))
-    return timing, reached
+    return timing, reached, median(reads)
 
 
 class TimingDisplay(Display):

@@ -105,7 +105,7 @@ def test_a_checkpoint_drafts_no_further_than_it_can(
 def test_what_is_timed(met: list[Any], until: float) -> None:  # noqa: F811
     plan = plan_of(bench=resized(plan_of().bench, rows=3, prompts=4))
     served: Any = plan.engine(2)
-    measurement._timed(plan, served, until)
+    assert measurement._timed(plan, served, until)[2] == 0.25
     (round,) = met
     arms = round["arms"]
     assert list(arms) == ["speculative", "plain", "transformers"] and arms["speculative"].engine is served

@@ -48,7 +48,7 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
     monkeypatch.setattr(planner, "measured_costs", part("measured", MeasuredCosts(REAL, ALONE, {})))
     monkeypatch.setattr(planner, "plan_length", part("plan_length", (chosen, MeasuredCosts(MORE, ALONE, rounds))))
     monkeypatch.setattr(planner, "best_tree", part("best_tree", tree))
-    monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED)))
+    monkeypatch.setattr(measurement, "_timed", part("_timed", (timing, REACHED, 0.25)))
     monkeypatch.setattr(measurement, "plain_floor", part("plain_floor", FLOOR))
     monkeypatch.setattr(measurement, "check", part("check", verdict))
     monkeypatch.setattr(measurement, "advice", part("advice", "advice"))
@@ -62,9 +62,10 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
 
 def test_a_plain_step_beside_the_time_of_reading_the_weights() -> None:
     timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
-    floor = measurement.plain_floor(SimpleNamespace(target=LM(tiny(), 1), rows=3), timing)  # type: ignore[arg-type]
+    floor = measurement.plain_floor(3, timing, 0.25)
     assert floor["seconds"] == 3 / timing.speed("plain", decode=True)
-    assert 0 < floor["read_seconds"] == pytest.approx(floor["share"] * floor["seconds"])
+    assert measurement.read_seconds(LM(tiny(), 1)) > 0
+    assert floor["read_seconds"] == 0.25 == pytest.approx(floor["share"] * floor["seconds"])
 
 
 def test_a_report_is_put_together_of_its_parts(met: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
