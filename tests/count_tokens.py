@@ -12,7 +12,7 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-BUDGET = {("cotrain", "inference"): 329_100, ("tests",): 497_100}
+BUDGET = {("cotrain", "inference"): 329_100, ("tests",): 497_200}
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -50,13 +50,13 @@ constexpr int W = 8;
 #endif
 constexpr int P = 2 * W;
 constexpr int BLOCK = W == 16 ? 12 : 6;
-constexpr int FEW = W / 4;               // rows for which memory takes longer than their products: the CPU reads on by itself
+constexpr int FEW = W / 4;               // rows, half as many in 4 bits, for which memory takes longer than products: the CPU reads on by itself
 constexpr int NEXT = 256;                // bytes: how far ahead weights are fetched for few rows
 constexpr int AHEAD = 4096;              // bytes: for more
 constexpr int SOON = 2048;               // bytes: into the first cache
 constexpr int LATER = 16384;             // bytes: into the second, as long before as memory takes while rows are multiplied
 constexpr size_t PAGE = 1 << 21;         // bytes of a large page of memory
-constexpr size_t PAGES = 16;             // that packed weights share
+constexpr size_t BLOCK_BYTES = 1 << 25;  // that packed weights share
 constexpr int64_t ALONE = 65536;         // multiply-adds for which a second thread does not pay
 constexpr float HIDDEN = -1e30f;         // a mask below it hides a slot
 constexpr int SCALES = sizeof(float);    // rows of a panel in int8 that its scales take
@@ -266,7 +266,7 @@ void tile_in_groups(const uint32_t* x, const char* panel, float* y, int64_t in, 
     for (int eight = 0; eight < GROUP / 8; eight++) {
       Words both[2];
       std::memcpy(both, panel + eight * sizeof both, sizeof both);
-      for (int part = 0; part < 2; part++) __builtin_prefetch(panel + eight * sizeof both + (M > FEW ? AHEAD : NEXT) + part * sizeof(Words));
+      for (int part = 0; part < 2; part++) __builtin_prefetch(panel + eight * sizeof both + (M > FEW / 2 ? AHEAD : NEXT) + part * sizeof(Words));
 #pragma GCC unroll 2
       for (int four = 0; four < 2; four++) {
         const Words first = both[0] >> 4 * four & 0x0f0f0f0fu, second = both[1] >> 4 * four & 0x0f0f0f0fu;
@@ -452,27 +452,32 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
-// Zeros, in large pages of memory where the system has them: with small ones a CPU waits for its table of pages. Tensors
-// share a block of pages, which lasts as long as one of them.
+// Zeros, in large pages of memory where the system has them: with small ones a CPU waits for its table of pages. Small
+// tensors share a block of pages, which lasts as long as one of them. They are fresh pages of the system: those that have
+// been in use stay small.
 at::Tensor paged(at::IntArrayRef sizes, const at::TensorOptions& options) {
 #ifdef __linux__
   static std::mutex alone;
-  static std::shared_ptr<char> block;
-  static size_t used = 0, whole = 0;
+  static std::weak_ptr<char> last;
+  static size_t used = 0;
   const std::lock_guard<std::mutex> lock(alone);
   const size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
-  if (used + bytes > whole) {
-    const size_t more = (std::max(PAGES * PAGE, bytes) + PAGE - 1) / PAGE * PAGE;
-    char* begin = static_cast<char*>(std::aligned_alloc(PAGE, more));
-    TORCH_CHECK(begin, "packed: no memory for ", more, " bytes");
-    madvise(begin, more, MADV_HUGEPAGE);
-    block.reset(begin, std::free);
-    whole = more;
-    used = 0;
+  auto block = last.lock();
+  if (!block || used + bytes > BLOCK_BYTES) {
+    const size_t whole = std::max(BLOCK_BYTES, bytes) + PAGE;
+    void* raw = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    TORCH_CHECK(raw != MAP_FAILED, "packed: no memory for ", whole, " bytes");
+    madvise(raw, whole, MADV_HUGEPAGE);
+    char* begin = static_cast<char*>(raw) + (PAGE - reinterpret_cast<uintptr_t>(raw) % PAGE) % PAGE;
+    block = std::shared_ptr<char>(begin, [raw, whole](char*) { munmap(raw, whole); });
+    if (bytes <= BLOCK_BYTES) last = block, used = 0;
   }
-  char* at = block.get() + used;
-  used += (bytes + 63) / 64 * 64;
-  std::memset(at, 0, bytes);
+  char* at = block.get();
+  if (bytes <= BLOCK_BYTES) {
+    at += used;
+    used += (bytes + 63) / 64 * 64;
+  }
+  std::memset(at, 0, bytes);  // pages that nobody wrote to are one page
   return at::from_blob(at, sizes, [kept = block](void*) {}, options);
 #else
   return at::zeros(sizes, options);
@@ -1283,7 +1288,7 @@ at::Tensor hash_of(at::TensorList given) {
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
-  m.def("zeros(int count) -> Tensor", [](int64_t count) { return paged({count}, at::kFloat); });
+  m.def("zeros(int count) -> Tensor", [](int64_t count) { return paged({std::max<int64_t>(0, count)}, at::kFloat); });
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
   m.def("hash_of(Tensor[] tensors) -> Tensor");

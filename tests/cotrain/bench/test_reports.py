@@ -62,9 +62,9 @@ def reported(monkeypatch: pytest.MonkeyPatch, tree: Any = None, own: Any = None,
 
 def test_a_plain_step_beside_the_time_of_reading_the_weights() -> None:
     timing = Timed([SimpleNamespace(name=name) for name in SPEEDS], [], 3, 0)
-    floor = measurement.plain_floor(3, timing, 0.25)
+    floor, none = (measurement.plain_floor(3, timing, read) for read in (0.25, 0))
     assert floor["seconds"] == 3 / timing.speed("plain", decode=True)
-    assert measurement.read_seconds(LM(tiny(), 1)) > 0
+    assert measurement.read_seconds(LM(tiny(), 1)) > 0 and none is None
     assert floor["read_seconds"] == 0.25 == pytest.approx(floor["share"] * floor["seconds"])
 
 
