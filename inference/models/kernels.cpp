@@ -452,33 +452,39 @@ void multiply(const float* x, const at::Tensor& weight, const float* bias, float
 
 const float* numbers(const at::Tensor& tensor) { return tensor.numel() ? tensor.const_data_ptr<float>() : nullptr; }
 
+#ifdef __linux__
+// Zeros, in fresh pages of the system, large ones where it has them: pages that have been in use stay small.
+std::shared_ptr<char> pages(size_t bytes) {
+  const size_t whole = bytes + PAGE;
+  void* raw = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(raw != MAP_FAILED, "packed: no memory for ", whole, " bytes");
+  madvise(raw, whole, MADV_HUGEPAGE);
+  char* begin = static_cast<char*>(raw) + (PAGE - reinterpret_cast<uintptr_t>(raw) % PAGE) % PAGE;
+  return {begin, [raw, whole](char*) { munmap(raw, whole); }};
+}
+#endif
+
 // Zeros, in large pages of memory where the system has them: with small ones a CPU waits for its table of pages. Small
-// tensors share a block of pages, which lasts as long as one of them. They are fresh pages of the system: those that have
-// been in use stay small.
+// tensors share a block of pages, which lasts as long as one of them.
 at::Tensor paged(at::IntArrayRef sizes, const at::TensorOptions& options) {
 #ifdef __linux__
   static std::mutex alone;
   static std::weak_ptr<char> last;
   static size_t used = 0;
-  const std::lock_guard<std::mutex> lock(alone);
   const size_t bytes = c10::multiply_integers(sizes) * options.dtype().itemsize();
+  if (bytes > BLOCK_BYTES) {
+    const auto own = pages(bytes);
+    return at::from_blob(own.get(), sizes, [own](void*) {}, options);
+  }
+  const std::lock_guard<std::mutex> lock(alone);
   auto block = last.lock();
   if (!block || used + bytes > BLOCK_BYTES) {
-    const size_t whole = std::max(BLOCK_BYTES, bytes) + PAGE;
-    void* raw = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    TORCH_CHECK(raw != MAP_FAILED, "packed: no memory for ", whole, " bytes");
-    madvise(raw, whole, MADV_HUGEPAGE);
-    char* begin = static_cast<char*>(raw) + (PAGE - reinterpret_cast<uintptr_t>(raw) % PAGE) % PAGE;
-    block = std::shared_ptr<char>(begin, [raw, whole](char*) { munmap(raw, whole); });
-    if (bytes <= BLOCK_BYTES) last = block, used = 0;
+    last = block = pages(BLOCK_BYTES);
+    used = 0;
   }
-  char* at = block.get();
-  if (bytes <= BLOCK_BYTES) {
-    at += used;
-    used += (bytes + 63) / 64 * 64;
-  }
-  std::memset(at, 0, bytes);  // pages that nobody wrote to are one page
-  return at::from_blob(at, sizes, [kept = block](void*) {}, options);
+  char* at = block.get() + used;
+  used += (bytes + 63) / 64 * 64;
+  return at::from_blob(at, sizes, [block](void*) {}, options);
 #else
   return at::zeros(sizes, options);
 #endif
@@ -1288,7 +1294,9 @@ at::Tensor hash_of(at::TensorList given) {
 
 TORCH_LIBRARY_FRAGMENT(inference, m) {
   m.def("packed(Tensor weight, Tensor scale) -> Tensor");
-  m.def("zeros(int count) -> Tensor", [](int64_t count) { return paged({std::max<int64_t>(0, count)}, at::kFloat); });
+  m.def("zeros(int count) -> Tensor", [](int64_t count) {
+    return paged({std::max<int64_t>(0, count)}, at::kFloat).zero_();  // pages that nobody wrote to are one page
+  });
   m.def("rounding(bool on) -> bool", rounding);
   m.def("has_rounding() -> bool", has_rounding);
   m.def("hash_of(Tensor[] tensors) -> Tensor");
